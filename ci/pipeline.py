@@ -1,0 +1,391 @@
+"""`adx export` as one call: checkpoint → trace → quantized engine → parity → bundle."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adx.ci.progress import Report, quiet
+from adx.export.errors import BackendError, UsageError
+from adx.export.spec import ModelSpec, Precision
+
+if TYPE_CHECKING:
+    from adx.calibration.recipe import QuantRecipe
+    from adx.ci.figures import ParityFigures
+    from adx.engines.ort_cpu import CompiledEngine
+    from adx.export.checkpoint import Checkpoint
+    from adx.export.manifest import Limits, Manifest
+
+ORT_CPU = "ort-cpu"
+PORTABLE_OPSET = 23
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export, and how.
+
+    Attributes:
+        model: a Hugging Face folder, a hub id or a .gguf file.
+        out: the bundle's folder.
+        precision: of the weights.
+        targets: engines to compile.
+        max_batch_size: rows that the engine shall accept at most; None: no bound.
+        max_input_len: tokens of a prompt; None: as many as the sequence may have.
+        max_seq_len: tokens of prompt and reply together; None: the model's context.
+        group_size: weights that share a scale, -1 for whole rows; None: what suits each layer.
+        nodes_to_exclude: regular expressions of layers that stay in float.
+        keep_onnx: put the portable graphs in the bundle.
+        full_logits: the portable prefill graph keeps the logits of all positions.
+        task: accepted for callers that name it; text generation is the only one.
+        opset: of the portable graphs.
+        atol: largest absolute logit error, in place of the precision's own bound.
+        rtol: the same, as a part of the reference's logit range.
+        trust_remote_code: let the checkpoint's own Python code run.
+        offline: never contact the hub.
+        seed: of the random token rows that parity compares.
+        force: replace a bundle that is there.
+        allow_parity_failure: keep a bundle that misses its bounds.
+        threads: of the engine and of PyTorch in the comparison; None: what this process may use.
+    """
+
+    model: str
+    out: Path
+    precision: Precision
+    targets: tuple[str, ...] = (ORT_CPU,)
+    max_batch_size: int | None = None
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    group_size: int | None = None
+    nodes_to_exclude: tuple[str, ...] = ()
+    keep_onnx: bool = False
+    full_logits: bool = False
+    task: str | None = None
+    opset: int | None = None
+    atol: float | None = None
+    rtol: float | None = None
+    trust_remote_code: bool = False
+    offline: bool = False
+    seed: int = 0
+    force: bool = False
+    allow_parity_failure: bool = False
+    threads: int | None = None
+    command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export gave. Without `passed` the bundle is there only if the request allowed a parity failure."""
+
+    bundle: str
+    passed: bool
+    seconds: float
+    peak_rss_mb: float
+    bytes: int
+    targets: tuple[str, ...]
+    parity: Mapping[str, Any]
+    summary: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export would do, and roughly what it would take."""
+
+    lines: tuple[str, ...]
+    disk_bytes: int
+    memory_bytes: int
+    seconds: float
+
+
+def plan_export(request: ExportRequest) -> ExportPlan:
+    """Everything that can be said without loading a weight.
+
+    Raises:
+        AdxError: as `export_bundle`, for all that shows before the work begins.
+    """
+    from adx.export.checkpoint_load import load_config
+    from adx.export.checkpoint_spec import estimate, model_spec
+
+    checkpoint = _checked(request)
+    spec = model_spec(checkpoint, load_config(checkpoint), request.max_seq_len)
+    limits = _limits(request, spec)
+    takes = estimate(checkpoint, spec, request.precision)
+    kv = spec.kv_cache
+    windows = sorted({w for w in kv.windows if w is not None})
+    lines = (
+        f"model:  {spec.source}, {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters in {spec.dtype}",
+        f"cache:  {kv.layers} layers, {kv.kv_heads} KV heads of {kv.head_dim}, {kv.capacity} tokens a row, "
+        f"{kv.bytes_per_token() / 1024:,.1f} KiB a token" + (f", windows {windows}" if windows else ""),
+        f"limits: batch {limits.max_batch_size or 'unbounded'}, prompt {limits.max_input_len}, sequence {limits.max_seq_len}",
+        f"builds: {request.precision} for {', '.join(request.targets)} in {request.out}"
+        + (" and the portable prefill and decode graphs" if request.keep_onnx else ""),
+        "checks: parity with PyTorch float32 over prefill, decode and a greedy run",
+    )
+    disk = takes.disk_bytes + (4 * spec.parameters if request.keep_onnx else 0)
+    return ExportPlan(lines, disk, takes.peak_memory_bytes, takes.seconds)
+
+
+def export_bundle(request: ExportRequest, report: Report = quiet) -> ExportResult:
+    """Export a checkpoint; the bundle appears at `request.out` in one step, or not at all.
+
+    Raises:
+        UsageError: options that contradict each other, or an output that is there.
+        CheckpointError: the checkpoint is damaged, or not supported.
+        BackendError: ONNX Runtime is missing.
+        Interrupted: by a signal; nothing is left behind.
+    """
+    from adx.export.interrupt import interruptible
+
+    with interruptible():
+        return _export(request, report)
+
+
+def _export(request: ExportRequest, report: Report) -> ExportResult:
+    from adx.engines import ort_cpu
+    from adx.export.bundle import Bundle, BundleWriter, check_free_space
+    from adx.export.checkpoint_load import load_config, load_model
+    from adx.export.checkpoint_spec import model_spec, weights_sha256
+    from adx.export.checkpoint_text import save_text_files
+    from adx.export.trace import trace
+
+    started = time.perf_counter()
+    report("reading the checkpoint", None)
+    checkpoint = _checked(request)
+    config = load_config(checkpoint)
+    spec = model_spec(checkpoint, config, request.max_seq_len)
+    limits = _limits(request, spec)
+    check_free_space(request.out, plan_export(request).disk_bytes)
+    with BundleWriter(request.out, force=request.force) as writer:
+        digest = weights_sha256(checkpoint, lambda done, total: report("hashing the weights", done / max(total, 1)))
+        spec = model_spec(checkpoint, config, request.max_seq_len, weights_sha256=digest)
+        report("loading the weights", None)
+        model = load_model(checkpoint, config=config)
+        save_text_files(checkpoint, writer.folder, config=config)
+        report("tracing the model", None)
+        semantic = trace(model, spec.kv_cache)
+        made: list[QuantRecipe] = []
+        if request.keep_onnx:
+            from adx.export.portable import write_portable
+
+            report("writing the portable graphs", None)
+            portable = write_portable(semantic, writer.folder, full_logits=request.full_logits)
+        else:
+            portable = ()
+        count = sum(1 for n in semantic.model.graph if n.op_type == "Linear")
+        engine = ort_cpu.compile(
+            semantic,
+            lambda layers: _remember(made, _recipe(request, {n: layer.shape for n, layer in layers.items()})),
+            writer.folder,
+            _counter(report, f"storing the weights in {request.precision}", count),
+        )
+        del semantic
+        (recipe,) = made
+        figures = _parity(request, spec, limits, engine, writer.folder, model, report)
+        _write_report(writer.folder, figures)
+        manifest = _manifest(request, spec, limits, engine, recipe, portable, figures)
+        passed = figures.passed
+        if passed or request.allow_parity_failure:
+            writer.commit(manifest, lambda done, total: report("hashing the bundle", done / max(total, 1)))
+    kept = passed or request.allow_parity_failure
+    size = Bundle.open(request.out).total_bytes() if kept else 0
+    return ExportResult(
+        str(request.out),
+        passed,
+        round(time.perf_counter() - started, 1),
+        round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        size,
+        request.targets,
+        figures.to_dict(),
+        _summary(request, recipe, figures, size, kept, time.perf_counter() - started),
+    )
+
+
+def _checked(request: ExportRequest) -> Checkpoint:
+    """The checkpoint, after every check that needs no weights: cheap ones first."""
+    from adx.export.bundle import check_output
+    from adx.export.checkpoint import resolve
+
+    if request.precision in ("fp16", "bf16") and ORT_CPU in request.targets:
+        raise UsageError(
+            f"{request.precision} on ort-cpu: ONNX Runtime's CPU kernels compute attention, norms and matrix products "
+            "in float32, so a 16-bit graph would be refused or converted at every node; choose --fp32, --int8 or --int4"
+        )
+    unknown = [target for target in request.targets if target != ORT_CPU]
+    if unknown:
+        raise BackendError(f"target {', '.join(unknown)} is not built by this release of adx; it builds {ORT_CPU}")
+    if request.opset not in (None, PORTABLE_OPSET):
+        raise UsageError(
+            f"--opset {request.opset}: the portable graphs are of opset {PORTABLE_OPSET}, the first with Attention, "
+            "RotaryEmbedding and RMSNormalization as operators"
+        )
+    check_output(request.out, force=request.force)
+    _require_onnxruntime()
+    return resolve(request.model, offline=request.offline, trust_remote_code=request.trust_remote_code)
+
+
+def _require_onnxruntime() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise BackendError(
+            "ONNX Runtime is not installed, and the export checks its engine with it: "
+            "`pip install 'adx-toolchain[cpu]'` (or [gpu]) brings it"
+        )
+
+
+def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
+    from adx.export.manifest import Limits
+
+    capacity = spec.kv_cache.capacity
+    prompt = capacity if request.max_input_len is None else request.max_input_len
+    if not 1 <= prompt <= capacity:
+        raise UsageError(f"--max-input-len {prompt}: a prompt can have 1 to {capacity} tokens, the sequence's limit")
+    if request.max_batch_size is not None and request.max_batch_size < 1:
+        raise UsageError(f"--max-batch-size {request.max_batch_size}: at least 1")
+    return Limits(request.max_batch_size, prompt, capacity)
+
+
+def _recipe(request: ExportRequest, shapes: dict[str, tuple[int, int]]) -> QuantRecipe:
+    from adx.calibration.recipe import make_recipe
+
+    return make_recipe(
+        request.precision,
+        shapes,
+        head=next(reversed(shapes)),
+        group_size=request.group_size,
+        exclude=request.nodes_to_exclude,
+    )
+
+
+def _remember(made: list[QuantRecipe], recipe: QuantRecipe) -> QuantRecipe:
+    made.append(recipe)
+    return recipe
+
+
+def _counter(report: Report, stage: str, total: int) -> Any:
+    done = 0
+
+    def count(_name: str) -> None:
+        nonlocal done
+        done += 1
+        report(stage, done / max(total, 1))
+
+    return count
+
+
+def _parity(
+    request: ExportRequest,
+    spec: ModelSpec,
+    limits: Limits,
+    engine: CompiledEngine,
+    folder: Path,
+    model: Any,
+    report: Report,
+) -> ParityFigures:
+    from adx.ci.bounds import bound_of
+    from adx.ci.corpus import load_corpus
+    from adx.ci.parity import measure_parity
+    from adx.ci.reference import Reference
+    from adx.runtime.ort_session import OrtSession
+
+    report("loading the engine", None)
+    session = OrtSession(folder / engine.graphs[0].file, spec.kv_cache, spec.vocab_size, threads=request.threads)
+    session.max_batch_size = limits.max_batch_size
+    tokenizer = folder / "tokenizer.json"
+    return measure_parity(
+        session,
+        Reference(model, threads=session.threads),
+        load_corpus(spec.vocab_size, tokenizer if tokenizer.exists() else None),
+        bound_of(request.precision, atol=request.atol, rtol=request.rtol),
+        max_input_len=limits.max_input_len,
+        windows=spec.kv_cache.windows,
+        seed=request.seed,
+        report=report,
+    )
+
+
+def _write_report(folder: Path, figures: ParityFigures) -> None:
+    path = folder / "reports" / "parity.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(figures.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _manifest(
+    request: ExportRequest,
+    spec: ModelSpec,
+    limits: Limits,
+    engine: CompiledEngine,
+    recipe: QuantRecipe,
+    portable: tuple[Any, ...],
+    figures: ParityFigures,
+) -> Manifest:
+    from adx.export.manifest import (
+        EngineRecord,
+        ExcludedNode,
+        LayerQuantization,
+        Manifest,
+        QuantizationRecord,
+        adx_version,
+        provenance,
+    )
+
+    layers = tuple(
+        LayerQuantization(
+            name,
+            32 if layer.scheme is None else layer.scheme.bits,
+            "float" if layer.scheme is None else "symmetric" if layer.scheme.symmetric else "asymmetric",
+            None if layer.scheme is None else layer.scheme.block_size,
+            layer.reason,
+        )
+        for name, layer in recipe.layers.items()
+    )
+    excluded = tuple(
+        ExcludedNode(name, layer.reason or "")
+        for name, layer in recipe.layers.items()
+        if layer.scheme is None and request.precision != "fp32"
+    )
+    made_by = provenance(request.command)
+    built_with = {name: version for name, version in made_by.packages.items() if "onnx" in name}
+    by_phase = {graph.phase: graph.file for graph in engine.graphs}
+    record = EngineRecord(
+        engine.target, engine.files, by_phase["prefill"], by_phase["decode"], built_with, None, None, limits
+    )
+    return Manifest(
+        adx_version(),
+        spec,
+        (*portable, *engine.graphs),
+        QuantizationRecord(request.precision, None, layers, excluded),
+        (record,),
+        limits,
+        {key: value for key, value in figures.to_dict().items() if key != "cases"},
+        made_by,
+    )
+
+
+def _summary(
+    request: ExportRequest, recipe: QuantRecipe, figures: ParityFigures, size: int, kept: bool, seconds: float
+) -> tuple[str, ...]:
+    quantized = sum(layer.scheme is not None for layer in recipe.layers.values())
+    bits: dict[str, int] = {}
+    for layer in recipe.layers.values():
+        name = "float32" if layer.scheme is None else layer.scheme.name
+        bits[name] = bits.get(name, 0) + 1
+    kinds = ", ".join(f"{count} x {name}" for name, count in bits.items())
+    parity = figures.to_dict()
+    lines = [
+        f"quantized {quantized} of {len(recipe.layers)} linear layers ({kinds})",
+        f"parity {'passed' if figures.passed else 'FAILED'}: KL {parity['kl_mean']}, top-1 {parity['top1']}, "
+        f"perplexity ratio {parity['perplexity_ratio']}, largest logit error {parity['max_abs_logit_error']} "
+        f"of a range of {parity['logit_range']}",
+    ]
+    lines += [f"missed: {miss}" for miss in parity.get("misses", ())]
+    if kept:
+        lines.append(f"{request.out}: {size / 1e6:,.1f} MB in {seconds:,.0f} s")
+    else:
+        lines.append(f"{request.out} was not written; --allow-parity-failure keeps a bundle that misses its bounds")
+    return tuple(lines)

@@ -1,0 +1,135 @@
+"""ONNX Runtime on CPU: one graph that serves prefill and decode, lowered from the semantic graph.
+
+One graph and not two, since each session packs its own copy of the weights: the phases differ only in the number of
+new tokens and in the rows whose logits are wanted, and both are inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from adx.calibration.recipe import QuantRecipe
+from adx.engines.ort_attention import MICROSOFT, AttentionLowering
+from adx.engines.ort_fusions import fuse_gates, fuse_norms, fuse_silu, select_logits_rows
+from adx.engines.ort_linears import LinearLowering
+from adx.export.errors import LoweringError
+from adx.export.linears import LinearLayer, collect_linears
+from adx.export.portable import graph_spec
+from adx.export.rewrite import prune
+from adx.export.rotary import fold_rotary
+from adx.export.spec import GraphSpec, KVCacheSpec
+from adx.export.trace import DOMAIN, SemanticGraph
+from adx.export.weights_file import WeightsFile
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+TARGET = "ort-cpu"
+GRAPH_FILE = f"engines/{TARGET}/model.onnx"
+WEIGHTS_FILE = f"engines/{TARGET}/weights.data"
+IR_VERSION = 10
+OPSETS = {"": 21, MICROSOFT: 1}
+SMALL_TENSOR = 1024  # bytes; smaller constants stay in the graph's own file
+
+
+@dataclass(frozen=True)
+class CompiledEngine:
+    """What a compilation left in the bundle's folder.
+
+    Attributes:
+        target: the target's name.
+        files: paths relative to the bundle.
+        graphs: a spec for each phase.
+        linears: (out, in) of every linear layer by name.
+    """
+
+    target: str
+    files: tuple[str, ...]
+    graphs: tuple[GraphSpec, ...]
+    linears: dict[str, tuple[int, int]]
+
+
+def compile(
+    semantic: SemanticGraph,
+    recipe: Callable[[dict[str, LinearLayer]], QuantRecipe],
+    folder: Path,
+    progress: Callable[[str], None] = lambda name: None,
+) -> CompiledEngine:
+    """Lower a semantic graph for ONNX Runtime on CPU and write it.
+
+    Args:
+        semantic: the traced model; it is not changed.
+        recipe: from the linear layers to how each is stored.
+        folder: the bundle's folder; `engines/ort-cpu/` in it must not exist.
+        progress: called with the name of each linear layer as it is stored.
+
+    Raises:
+        LoweringError: a node has no counterpart in ONNX Runtime.
+    """
+    import onnx_ir as ir
+
+    model = semantic.model.clone()
+    fold_rotary(model)
+    layers = collect_linears(model)
+    AttentionLowering(model, layers, semantic.rotary, semantic.kv_cache.recompute_at).run()
+    fuse_gates(model)
+    fuse_silu(model)
+    fuse_norms(model)
+    select_logits_rows(model)
+    _static_cache(model, semantic.kv_cache)
+    prune(model)
+    path = folder / GRAPH_FILE
+    path.parent.mkdir(parents=True)
+    with WeightsFile(folder / WEIGHTS_FILE) as weights:
+        LinearLowering(model, layers, recipe(layers), weights, progress).run()
+        prune(model)
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            if tensor is not None and not isinstance(tensor, ir.ExternalTensor) and tensor.nbytes > SMALL_TENSOR:
+                value.const_value = weights.add(name, np.asarray(tensor.numpy()))
+    _finish(model)
+    ir.save(model, path)
+    files = (GRAPH_FILE, WEIGHTS_FILE)
+    graphs = tuple(graph_spec(model, phase, GRAPH_FILE) for phase in ("prefill", "decode"))
+    return CompiledEngine(TARGET, files, graphs, {name: layer.shape for name, layer in layers.items()})
+
+
+def _static_cache(model: ir.Model, kv_cache: KVCacheSpec) -> None:
+    """Past and present are the caller's buffers, (B, kv_heads, cache_length, head_dim)."""
+    import onnx_ir as ir
+
+    shape = ["batch_size", kv_cache.kv_heads, "cache_length", kv_cache.head_dim]
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if str(value.name).startswith(("past_key_values.", "present.")):
+            value.shape = ir.Shape(shape)
+        elif len(value.shape or ()) == 2 and value.type == ir.TensorType(ir.DataType.INT64):
+            value.shape = ir.Shape(["batch_size", "sequence_length"])
+
+
+def _finish(model: ir.Model) -> None:
+    """Drop what only the lowering needed, and check that every node is one that the target has."""
+    graph = model.graph
+    strange = sorted({n.op_type for n in graph if n.domain == DOMAIN})
+    if strange:
+        raise LoweringError(f"no ONNX Runtime counterpart for the nodes {', '.join(strange)}")
+    for unused in [v for v in graph.inputs if not list(v.uses())]:
+        graph.inputs.remove(unused)
+    outputs = set(graph.outputs)
+    for n in graph:
+        n.metadata_props.clear()
+        n.doc_string = None
+        for value in n.outputs:
+            value.metadata_props.clear()
+            if value not in outputs:
+                value.shape = None
+                value.type = None
+    model.metadata_props.clear()
+    model.ir_version = IR_VERSION
+    graph.opset_imports.clear()
+    graph.opset_imports.update(OPSETS)
+    model.producer_name = "adx"

@@ -1,0 +1,47 @@
+"""The KV cache: buffers that a backend writes in place, and how many tokens each row holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from adx.export.errors import UsageError
+from numpy.typing import NDArray
+
+
+@dataclass
+class KVCache:
+    """Key and value buffers of every layer, and the length of every row.
+
+    Attributes:
+        buffers: per layer key then value, each (B, kv_heads, capacity, head_dim), allocated once; a backend on a
+            device keeps its own handles here.
+        lengths: (B,) tokens that each row holds.
+        capacity: tokens that a row can hold at most.
+    """
+
+    buffers: Sequence[NDArray[np.float32]]
+    lengths: NDArray[np.int64]
+    capacity: int
+    bound: dict[str, object] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return len(self.lengths)
+
+    def rewind(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
+        """Forget all but the first `lengths[b]` tokens of each row; nothing is copied.
+
+        Raises:
+            UsageError: a length is negative or more than the row holds.
+        """
+        new = np.asarray(lengths, np.int64)
+        if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
+            raise UsageError(f"cannot rewind rows of {self.lengths.tolist()} tokens to {new.tolist()}")
+        self.lengths[:] = new
+
+    def clear(self) -> None:
+        """Forget every token; the buffers stay."""
+        self.lengths[:] = 0
