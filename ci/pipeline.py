@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from adx.ci.figures import ParityFigures
     from adx.engines.ort_cpu import CompiledEngine
     from adx.export.checkpoint import Checkpoint
+    from adx.export.linears import LinearLayer
     from adx.export.manifest import Limits, Manifest
 
 ORT_CPU = "ort-cpu"
@@ -121,7 +122,8 @@ def plan_export(request: ExportRequest) -> ExportPlan:
         f"model:  {spec.source}, {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters in {spec.dtype}",
         f"cache:  {kv.layers} layers, {kv.kv_heads} KV heads of {kv.head_dim}, {kv.capacity} tokens a row, "
         f"{kv.bytes_per_token() / 1024:,.1f} KiB a token" + (f", windows {windows}" if windows else ""),
-        f"limits: batch {limits.max_batch_size or 'unbounded'}, prompt {limits.max_input_len}, sequence {limits.max_seq_len}",
+        f"limits: batch {limits.max_batch_size or 'unbounded'}, prompt {limits.max_input_len}, "
+        f"sequence {limits.max_seq_len}",
         f"builds: {request.precision} for {', '.join(request.targets)} in {request.out}"
         + (" and the portable prefill and decode graphs" if request.keep_onnx else ""),
         "checks: parity with PyTorch float32 over prefill, decode and a greedy run",
@@ -179,7 +181,7 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
         count = sum(1 for n in semantic.model.graph if n.op_type == "Linear")
         engine = ort_cpu.compile(
             semantic,
-            lambda layers: _remember(made, _recipe(request, {n: layer.shape for n, layer in layers.items()})),
+            lambda layers: _remember(made, _recipe(request, layers)),
             writer.folder,
             _counter(report, f"storing the weights in {request.precision}", count),
         )
@@ -250,16 +252,10 @@ def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
     return Limits(request.max_batch_size, prompt, capacity)
 
 
-def _recipe(request: ExportRequest, shapes: dict[str, tuple[int, int]]) -> QuantRecipe:
+def _recipe(request: ExportRequest, layers: Mapping[str, LinearLayer]) -> QuantRecipe:
     from adx.calibration.recipe import make_recipe
 
-    return make_recipe(
-        request.precision,
-        shapes,
-        head=next(reversed(shapes)),
-        group_size=request.group_size,
-        exclude=request.nodes_to_exclude,
-    )
+    return make_recipe(request.precision, layers, group_size=request.group_size, exclude=request.nodes_to_exclude)
 
 
 def _remember(made: list[QuantRecipe], recipe: QuantRecipe) -> QuantRecipe:

@@ -84,8 +84,11 @@ def engine_lines(manifest: Manifest) -> list[str]:
         total = size(sum(sizes[path] for path in engine.files))
         lines.append(f"engine      {engine.target}: {total}, built with {versions}, for {needs}")
         lines += [f"            {path}  {size(sizes[path])}" for path in engine.files]
+    phases: dict[str, list[str]] = {}
     for graph in manifest.graphs:
-        lines.append(f"graph       {graph.phase}: {graph.file}")
+        phases.setdefault(graph.file, []).append(graph.phase)
+    for graph in {graph.file: graph for graph in manifest.graphs}.values():
+        lines.append(f"graph       {' and '.join(phases[graph.file])}: {graph.file}")
         for label, tensors in (("in ", graph.inputs), ("out", graph.outputs)):
             shown = [f"{tensor.name} {tensor.dtype}{list(tensor.dims)}".replace("'", "") for tensor in tensors]
             rest = f", and {len(shown) - 6} more" if len(shown) > 6 else ""

@@ -53,7 +53,9 @@ class AttentionLowering:
     def _lower(self, attention: ir.Node) -> None:
         graph = self.model.graph
         query, key, value, past_key, past_value = attention.inputs
-        assert query is not None and key is not None and value is not None
+        assert query is not None
+        assert key is not None
+        assert value is not None
         heads, kv_heads, dim = _fixed(query, 1), _fixed(key, 1), last_dim(query)
         query, rotation = self._unrotated(query)
         key, key_rotation = self._unrotated(key)
@@ -62,7 +64,9 @@ class AttentionLowering:
         if packed is not None:
             tensors: list[ir.Value | None] = [packed, None, None]
         else:
-            tensors = [_tokens_major(attention, v, n * dim) for v, n in ((query, heads), (key, kv_heads), (value, kv_heads))]
+            tensors = [
+                _tokens_major(attention, v, n * dim) for v, n in ((query, heads), (key, kv_heads), (value, kv_heads))
+            ]
             if rotation is not None and key_rotation is not None and not inside:
                 tensors[0] = self._rotated(attention, tensors[0], rotation, heads)
                 tensors[1] = self._rotated(attention, tensors[1], key_rotation, kv_heads)
@@ -95,7 +99,8 @@ class AttentionLowering:
         if rotary is None:
             return value, None
         source, position_ids = rotary.inputs
-        assert source is not None and position_ids is not None
+        assert source is not None
+        assert position_ids is not None
         name = str(rotary.attributes["name"].value)
         return source, _Rotation(self.tables[name], name, int(rotary.attributes["dim"].value), position_ids)
 

@@ -103,7 +103,7 @@ def _static_cache(model: ir.Model, kv_cache: KVCacheSpec) -> None:
     """Past and present are the caller's buffers, (B, kv_heads, cache_length, head_dim)."""
     import onnx_ir as ir
 
-    shape = ["batch_size", kv_cache.kv_heads, "cache_length", kv_cache.head_dim]
+    shape: list[int | str | None] = ["batch_size", kv_cache.kv_heads, "cache_length", kv_cache.head_dim]
     for value in (*model.graph.inputs, *model.graph.outputs):
         if str(value.name).startswith(("past_key_values.", "present.")):
             value.shape = ir.Shape(shape)

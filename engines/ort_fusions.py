@@ -20,9 +20,7 @@ def select_logits_rows(model: ir.Model) -> None:
     import onnx_ir as ir
 
     graph = model.graph
-    indices = ir.Value(
-        name=LOGITS_INDICES, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["logits_rows"])
-    )
+    indices = ir.Value(name=LOGITS_INDICES, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["logits_rows"]))
     graph.inputs.append(indices)
     (marker,) = [n for n in graph if n.domain == DOMAIN and n.op_type == "LogitsRows"]
     hidden = marker.inputs[0]
@@ -49,7 +47,9 @@ def fuse_gates(model: ir.Model) -> None:
             fused = fuse_linears(model, product, [gate, up])
             if fused is None:
                 continue
-            sizes = initializer(graph, f"sizes.{last_dim(gate)}.{last_dim(up)}", np.array([last_dim(gate), last_dim(up)], np.int64))
+            sizes = initializer(
+                graph, f"sizes.{last_dim(gate)}.{last_dim(up)}", np.array([last_dim(gate), last_dim(up)], np.int64)
+            )
             split = node("Split", [fused, sizes], {"axis": -1}, outputs=2)
             made_by = fused.producer()
             assert made_by is not None

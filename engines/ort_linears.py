@@ -63,13 +63,13 @@ class LinearLowering:
         biases = [layer.bias() for layer in layers]
         bias = None
         if any(b is not None for b in biases):
-            parts = [np.zeros(layer.shape[0], np.float32) if b is None else b for layer, b in zip(layers, biases, strict=True)]
+            parts = [
+                np.zeros(layer.shape[0], np.float32) if b is None else b
+                for layer, b in zip(layers, biases, strict=True)
+            ]
             bias = self._store(f"{layers[0].name}.bias", np.concatenate(parts))
         name = "+".join(layer.name for layer in layers)
-        if schemes == {None}:
-            made = self._float(x, layers, bias)
-        else:
-            made = [self._integers(x, layers, bias)]
+        made = self._float(x, layers, bias) if schemes == {None} else [self._integers(x, layers, bias)]
         made[-1].outputs[0].type, made[-1].outputs[0].shape = linear.outputs[0].type, linear.outputs[0].shape
         made[0].name = name
         graph.insert_before(linear, made)
@@ -131,10 +131,7 @@ class LinearLowering:
         table, indices = gather.inputs
         assert table is not None
         tied = next((layer for layer in self.layers.values() if layer.tied_to == table.name), None)
-        if tied is not None:
-            scheme = self.recipe.layers[tied.name].scheme
-        else:
-            scheme = self.recipe.embedding
+        scheme = self.recipe.embedding if tied is None else self.recipe.layers[tied.name].scheme
         if table.const_value is None or len(dims(table)) != 2 or scheme is None or scheme.bits != 8:
             return
         rows, columns = (int(d) for d in dims(table) if isinstance(d, int))
@@ -154,9 +151,9 @@ class LinearLowering:
         graph.remove(gather, safe=True)
 
     def _store(self, name: str, array: NDArray[np.generic]) -> ir.Value:
-        value = initializer(self.model.graph, name, np.zeros(0, array.dtype))
         import onnx_ir as ir
 
+        value = initializer(self.model.graph, name, np.zeros(0, array.dtype))
         value.const_value = self.weights.add(name, array)
         value.shape = ir.Shape(array.shape)
         return value

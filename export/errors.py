@@ -4,6 +4,7 @@ AdxError                     1
 ├── UsageError               2   an argument that cannot be accepted
 │   ├── SamplingError            a sampling field out of range
 │   ├── ContextLengthError       more tokens than the engine's context holds
+│   ├── PromptLengthError        a prompt longer than the engine was exported for
 │   └── OutputExistsError        OUT is there already
 ├── CheckpointError          1   the checkpoint is damaged or incomplete
 │   └── UnsupportedCheckpointError   it is whole, but adx cannot export it
@@ -52,6 +53,16 @@ class ContextLengthError(UsageError):
         )
         self.prompt_tokens = prompt_tokens
         self.context_length = context_length
+
+
+class PromptLengthError(UsageError):
+    """A prompt longer than the engine was exported for, though its context would hold it."""
+
+    def __init__(self, prompt_tokens: int, max_input_len: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens, but this engine takes prompts of at most {max_input_len}: "
+            "shorten it, or export with a larger --max-input-len"
+        )
 
 
 class OutputExistsError(UsageError):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adx.export.rewrite import producer
 from adx.export.trace import DOMAIN
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 Floats = NDArray[np.float32]
+Role = Literal["attention_input", "head", "other"]
+
+_REACH = 6  # nodes between a projection and its attention, at most
+_MOVES = {"Reshape", "Transpose", "Slice", "Split", "Identity", "Squeeze", "Unsqueeze"}
+_NORMS = {"RMSNormalization", "LayerNormalization"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class LinearLayer:
         transposed: the tensor is (in, out) and not (out, in).
         bias_tensor: the checkpoint's bias (out,), or None.
         rows: order in which the output features are wanted, or None for the tensor's own.
+        role: `attention_input` if it makes queries, keys or values, `head` if it makes the logits, else `other`.
         tied_to: name of the initializer that is the same tensor (an embedding), or None.
     """
 
@@ -33,6 +40,7 @@ class LinearLayer:
     tensor: ir.TensorProtocol
     transposed: bool
     bias_tensor: ir.TensorProtocol | None
+    role: Role = "other"
     rows: NDArray[np.int64] | None = None
     tied_to: str | None = None
 
@@ -80,12 +88,26 @@ def collect_linears(model: ir.Model) -> dict[str, LinearLayer]:
             weight.const_value,
             bool(node.attributes["transposed"].value),
             bias.const_value if bias is not None else None,
+            _role(node),
             tied_to=weight.name if shared else None,
         )
         for index in range(1, len(node.inputs)):
             node.replace_input_with(index, None)
         node.attributes["names"] = ir.AttrStrings("names", [name])
     return layers
+
+
+def _role(linear: ir.Node) -> Role:
+    """Where a linear layer stands, by its neighbours in the graph."""
+    if producer(linear.inputs[0], "LogitsRows", DOMAIN) is not None:
+        return "head"
+    reached = {linear}
+    for _ in range(_REACH):
+        reached = {use.node for node in reached for output in node.outputs for use in output.uses()}
+        if any(node.domain == DOMAIN and node.op_type == "CausalAttention" for node in reached):
+            return "attention_input"
+        reached = {n for n in reached if n.op_type in _MOVES | _NORMS or n.op_type == "Rotary"}
+    return "other"
 
 
 def names_of(node: ir.Node) -> list[str]:

@@ -1,19 +1,19 @@
 """The portable graphs: prefill and decode of standard operators only, names and dimensions as optimum's loaders read.
 
-`Attention` over the concatenation of past and new, its mask from `attention_mask` and the queries' places, windows
-included; rows may be padded on either side. Opset 23.
+`Attention` over the concatenation of past and new; its additive mask says causality, windows and padding, so rows may
+be padded on either side. Opset 23.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from adx.export.errors import LoweringError
 from adx.export.linears import LinearLayer, collect_linears, names_of
-from adx.export.rewrite import dims, initializer, last_dim, node, prune, replace
+from adx.export.rewrite import consumers, dims, initializer, last_dim, node, prune, replace
 from adx.export.rotary import fold_rotary
 from adx.export.spec import (
     ATTENTION_MASK,
@@ -23,8 +23,6 @@ from adx.export.spec import (
     GraphSpec,
     Phase,
     TensorSpec,
-    past_name,
-    present_name,
 )
 from adx.export.trace import DOMAIN, OPSET, RotaryTable, SemanticGraph
 from adx.export.weights_file import WeightsFile
@@ -36,6 +34,7 @@ FOLDER = "onnx"
 WEIGHTS = "weights.data"
 IR_VERSION = 11
 SMALL_TENSOR = 1024  # bytes; smaller constants stay in the graph's own file
+ONNX_INT64 = 7  # TensorProto.INT64
 BLOCKED = -1e9  # added to the score of a key that a query must not see: finite, so that no row gives NaN
 
 
@@ -57,10 +56,10 @@ def write_portable(semantic: SemanticGraph, folder: Path, *, full_logits: bool) 
     specs = []
     with WeightsFile(out / WEIGHTS) as weights:
         for phase in ("prefill", "decode"):
-            model = _lower(semantic, phase, last_only=phase == "prefill" and not full_logits)
+            model = _lower(semantic, phase, weights, last_only=phase == "prefill" and not full_logits)
             for name, value in model.graph.initializers.items():
                 tensor = value.const_value
-                if tensor is not None and tensor.nbytes > SMALL_TENSOR:
+                if tensor is not None and not isinstance(tensor, ir.ExternalTensor) and tensor.nbytes > SMALL_TENSOR:
                     value.const_value = weights.add(name, np.asarray(tensor.numpy()))
             path = out / f"{phase}.onnx"
             ir.save(model, path)
@@ -73,22 +72,26 @@ def graph_spec(model: ir.Model, phase: Phase, file: str) -> GraphSpec:
 
     def spec(value: ir.Value) -> TensorSpec:
         assert value.dtype is not None, f"{value.name} has no type"
-        return TensorSpec(str(value.name), value.dtype.numpy().name, tuple(d if d is not None else "?" for d in dims(value)))
+        return TensorSpec(
+            str(value.name), value.dtype.numpy().name, tuple(d if d is not None else "?" for d in dims(value))
+        )
 
     inputs, outputs = (tuple(spec(v) for v in values) for values in (model.graph.inputs, model.graph.outputs))
     return GraphSpec(phase, file, inputs, outputs)
 
 
-def _lower(semantic: SemanticGraph, phase: Phase, *, last_only: bool) -> ir.Model:
+def _lower(semantic: SemanticGraph, phase: Phase, weights: WeightsFile, *, last_only: bool) -> ir.Model:
     model = semantic.model.clone()
     fold_rotary(model)
     layers = collect_linears(model)
     mask = _mask_input(model)
-    _lower_attention(model, mask, phase, semantic)
-    _lower_rotary(model, semantic)
-    _lower_linears(model, layers)
+    _lower_attention(model, mask, phase)
+    _lower_rotary(model, mask, semantic)
+    _lower_linears(model, layers, weights)
     _lower_logits(model, mask, last_only=last_only)
-    _finish(model, phase)
+    if phase == "prefill":
+        _forget_past(model)
+    _finish(model, phase, last_only=last_only)
     return model
 
 
@@ -104,42 +107,87 @@ def _mask_input(model: ir.Model) -> ir.Value:
     return mask
 
 
-def _lower_attention(model: ir.Model, mask: ir.Value, phase: Phase, semantic: SemanticGraph) -> None:
+def _lower_attention(model: ir.Model, mask: ir.Value, phase: Phase) -> None:
     graph = model.graph
     masks: dict[int, ir.Value] = {}
     for attention in [n for n in graph if n.domain == DOMAIN and n.op_type == "CausalAttention"]:
-        query, key, value, past_key, past_value = attention.inputs
-        assert query is not None and key is not None
+        query, key, value, *past = attention.inputs
+        assert key is not None
+        assert value is not None
         window = int(attention.attributes["window"].value)
         if window not in masks:
             masks[window] = _additive_mask(model, mask, window)
-        pasts = [] if phase == "prefill" else [past_key, past_value]
-        attributes = {
-            "scale": float(attention.attributes["scale"].value),
-            "softcap": float(attention.attributes["softcap"].value),
-            "qk_matmul_output_mode": 0,
-        }
-        lowered = node("Attention", [query, key, value, masks[window], *pasts], attributes, outputs=3, like=query)
-        if phase == "prefill":
-            # The present is the new keys and values themselves.
-            lowered = node("Attention", [query, key, value, masks[window]], attributes, like=query)
-            presents = [node("Identity", [v]) for v in (key, value)]
-            graph.insert_before(attention, [lowered, *presents])
-            results = [lowered.outputs[0], *(p.outputs[0] for p in presents)]
-        else:
+        scale, softcap = (float(attention.attributes[name].value) for name in ("scale", "softcap"))
+        if softcap:
+            lowered, presents = _capped_attention(attention, masks[window], past if phase == "decode" else [])
+        elif phase == "decode":
+            inputs = [query, key, value, masks[window], *past]
+            lowered = node("Attention", inputs, {"scale": scale}, outputs=3, like=query)
             graph.insert_before(attention, lowered)
-            results = list(lowered.outputs)
+            presents = list(lowered.outputs[1:])
+        else:
+            # Nothing is past: the present is the new keys and values themselves.
+            lowered = node("Attention", [query, key, value, masks[window]], {"scale": scale}, like=query)
+            copies = [node("Identity", [v], like=v) for v in (key, value)]
+            graph.insert_before(attention, [lowered, *copies])
+            presents = [n.outputs[0] for n in copies]
+        results = [lowered.outputs[0], *presents]
         lowered.name = f"layers.{attention.attributes['layer'].value}.attention"
         for old, new in zip(attention.outputs, results, strict=True):
             replace(old, new)
         graph.remove(attention, safe=True)
 
 
+def _capped_attention(
+    attention: ir.Node, mask: ir.Value, past: list[ir.Value | None]
+) -> tuple[ir.Node, list[ir.Value]]:
+    """Attention with a soft cap in elementary operators: the last of its nodes, and its present.
+
+    ONNX's text on whether `Attention` caps before or after it adds the mask has changed under one opset number, and
+    capped after, a blocked key is seen; spelled out, it is right in every runtime.
+    """
+    graph = attention.graph
+    assert graph is not None
+    query, key, value = attention.inputs[:3]
+    assert query is not None
+    assert key is not None
+    scale, softcap = (float(attention.attributes[name].value) for name in ("scale", "softcap"))
+    heads, kv_heads, dim = dims(query)[1], dims(key)[1], last_dim(query)
+    assert isinstance(heads, int)
+    assert isinstance(kv_heads, int)
+    made: list[ir.Node] = []
+
+    def const(name: str, numbers: object, dtype: type = np.int64) -> ir.Value:
+        return initializer(graph, f"capped.{name}", np.array(numbers, dtype))
+
+    def add(op: str, inputs: list[ir.Value | None], attributes: dict[str, int | list[int]] | None = None) -> ir.Value:
+        made.append(node(op, inputs, attributes))
+        return made[-1].outputs[0]
+
+    def joined(old: ir.Value | None, new: ir.Value | None) -> ir.Value:
+        return add("Identity", [new]) if old is None else add("Concat", [old, new], {"axis": 2})
+
+    keys, values = (joined(old, new) for old, new in zip(past or (None, None), (key, value), strict=True))
+    group = const("group", [2])
+    # Query heads that share a key head stand in a dimension of their own: (B, Hkv, H / Hkv, T, D).
+    grouped = add("Reshape", [query, const(f"queries.{heads}.{dim}", [0, kv_heads, heads // kv_heads, -1, dim])])
+    turned = add("Unsqueeze", [add("Transpose", [keys], {"perm": [0, 1, 3, 2]}), group])
+    scores = add("MatMul", [grouped, turned])
+    small = add("Mul", [scores, const(f"scale.{scale / softcap:.9g}", scale / softcap, np.float32)])
+    capped = add("Mul", [add("Tanh", [small]), const(f"cap.{softcap:.9g}", softcap, np.float32)])
+    weights = add("Softmax", [add("Add", [capped, add("Unsqueeze", [mask, group])])], {"axis": -1})
+    mixed = add("MatMul", [weights, add("Unsqueeze", [values, group])])
+    add("Reshape", [mixed, const(f"heads.{heads}.{dim}", [0, heads, -1, dim])])
+    graph.insert_before(attention, made)
+    return made[-1], [keys, values]
+
+
 def _additive_mask(model: ir.Model, mask: ir.Value, window: int) -> ir.Value:
     """(B, 1, T, total) float32: 0 where a query sees a key, `BLOCKED` where not.
 
-    A key is seen if it is no padding, not after the query, and within the window. Places count along the row, padding
-    included: query t of T stands at place total - T + t. Padding queries see themselves, so no row is empty.
+    A key is seen if it is no padding, not after the query, and within the window. Order is by place in the row, and
+    query t of T stands at place total - T + t; the window counts true tokens only, so that padding between past and
+    new tokens does not shorten it. Every query sees itself, so no row of the softmax is empty.
     """
     graph = model.graph
     ids = next(v for v in graph.inputs if v.name == INPUT_IDS)
@@ -154,23 +202,25 @@ def _additive_mask(model: ir.Model, mask: ir.Value, window: int) -> ir.Value:
         return made[-1].outputs[0]
 
     zero, one = const("zero", 0, np.int64), const("one", 1, np.int64)
-    total = add("Squeeze", [add("Shape", [mask], start=1, end=2)])
-    length = add("Squeeze", [add("Shape", [ids], start=1, end=2)])
-    keys = add("Range", [zero, total, one])  # (total,)
-    queries = add("Unsqueeze", [add("Range", [add("Sub", [total, length]), total, one]), const("last", [1], np.int64)])
-    seen = add("LessOrEqual", [keys, queries])  # (T, total)
+    first, last = const("axis.1", [1], np.int64), const("axis.2", [2], np.int64)
+    total = add("Shape", [mask], start=1, end=2)
+    start = add("Sub", [total, add("Shape", [ids], start=1, end=2)])
+    keys = add("Range", [zero, add("Squeeze", [total]), one])  # (total,)
+    queries = add("Unsqueeze", [add("Slice", [keys, start, total]), first])  # (T, 1)
+    true = add("Greater", [mask, zero])  # (B, total)
+    seen = add("And", [add("LessOrEqual", [keys, queries]), add("Unsqueeze", [true, first])])  # (B, T, total)
     if window:
-        first = add("Sub", [queries, const(f"window.{window}", window - 1, np.int64)])
-        seen = add("And", [seen, add("GreaterOrEqual", [keys, first])])
-    true_keys = add("Unsqueeze", [add("Greater", [mask, zero]), const("axes", [1, 2], np.int64)])  # (B, 1, 1, total)
-    itself = add("Equal", [keys, queries])
-    allowed = add("Or", [add("And", [seen, true_keys]), itself])
+        counts = add("CumSum", [add("Cast", [true], to=ONNX_INT64), one])  # (B, total): true tokens so far
+        oldest = add("Sub", [add("Slice", [counts, start, total, first]), const(f"window.{window}", window, np.int64)])
+        inside = add("Greater", [add("Unsqueeze", [counts, first]), add("Unsqueeze", [oldest, last])])
+        seen = add("And", [seen, inside])
+    allowed = add("Unsqueeze", [add("Or", [seen, add("Equal", [keys, queries])]), first])
     result = add("Where", [allowed, const("seen", 0.0, np.float32), const("blocked", BLOCKED, np.float32)])
     graph.insert_before(graph[0], made)
     return result
 
 
-def _lower_rotary(model: ir.Model, semantic: SemanticGraph) -> None:
+def _lower_rotary(model: ir.Model, mask: ir.Value, semantic: SemanticGraph) -> None:
     graph = model.graph
     rows: dict[str, ir.Value] = {}
     for rotary in [n for n in graph if n.domain == DOMAIN and n.op_type == "Rotary"]:
@@ -179,39 +229,41 @@ def _lower_rotary(model: ir.Model, semantic: SemanticGraph) -> None:
         x, position_ids = rotary.inputs
         assert position_ids is not None
         if name not in rows:
-            rows[name] = _table_rows(model, name, table, position_ids)
+            rows[name] = _table_rows(model, name, table, position_ids, mask)
         dim = int(rotary.attributes["dim"].value)
-        attributes: Mapping[str, int] = {"rotary_embedding_dim": 0 if dim == last_dim(rotary.outputs[0]) else dim}
+        part = {} if dim == last_dim(rotary.outputs[0]) else {"rotary_embedding_dim": dim}
         inputs = [
             x,
             initializer(graph, f"{name}.cos", table.cos),
             initializer(graph, f"{name}.sin", table.sin),
             rows[name],
         ]
-        lowered = node("RotaryEmbedding", inputs, attributes, like=rotary.outputs[0])
+        lowered = node("RotaryEmbedding", inputs, part, like=rotary.outputs[0])
         graph.insert_before(rotary, lowered)
         replace(rotary.outputs[0], lowered.outputs[0])
         graph.remove(rotary, safe=True)
 
 
-def _table_rows(model: ir.Model, name: str, table: RotaryTable, position_ids: ir.Value) -> ir.Value:
-    """Rows of the table: a row of tokens that reaches the long values' length reads those (long rope)."""
+def _table_rows(model: ir.Model, name: str, table: RotaryTable, position_ids: ir.Value, mask: ir.Value) -> ir.Value:
+    """Rows of the table: a row with more true tokens than the short values serve reads the long ones (long rope)."""
     if table.long_from is None:
         return position_ids
     graph = model.graph
-    threshold = initializer(graph, f"{name}.threshold", np.array(table.long_from, np.int64))
+    offset = initializer(graph, f"{name}.long_from", np.array(table.long_from + 1, np.int64))
     zero = initializer(graph, f"{name}.zero", np.array(0, np.int64))
     axes = initializer(graph, f"{name}.axes", np.array([1], np.int64))
-    furthest = node("ReduceMax", [position_ids, axes], {"keepdims": 1})
-    long = node("GreaterOrEqual", [furthest.outputs[0], threshold])
-    offset = node("Where", [long.outputs[0], threshold, zero])
-    rows = node("Add", [position_ids, offset.outputs[0]])
-    graph.insert_before(graph[0], [furthest, long, offset, rows])
+    tokens = node("ReduceSum", [mask, axes], {"keepdims": 1})
+    long = node("Greater", [tokens.outputs[0], offset])
+    shift = node("Where", [long.outputs[0], offset, zero])
+    rows = node("Add", [position_ids, shift.outputs[0]])
+    graph.insert_before(graph[0], [tokens, long, shift, rows])
     return rows.outputs[0]
 
 
-def _lower_linears(model: ir.Model, layers: dict[str, LinearLayer]) -> None:
-    """(in, out) weights for MatMul; a head tied to the embedding reads that table through a Transpose."""
+def _lower_linears(model: ir.Model, layers: dict[str, LinearLayer], weights: WeightsFile) -> None:
+    """(in, out) weights for MatMul, written as they are made; a head tied to the embedding turns that table."""
+    import onnx_ir as ir
+
     graph = model.graph
     for linear in [n for n in graph if n.domain == DOMAIN and n.op_type == "Linear"]:
         (name,) = names_of(linear)
@@ -222,7 +274,10 @@ def _lower_linears(model: ir.Model, layers: dict[str, LinearLayer]) -> None:
             made.append(turned)
             weight = turned.outputs[0]
         else:
-            weight = initializer(graph, f"{name}.weight", np.ascontiguousarray(layer.weight().T))
+            turned_weight = np.ascontiguousarray(layer.weight().T)
+            weight = initializer(graph, f"{name}.weight", turned_weight[:0])
+            weight.const_value = weights.add(f"{name}.weight", turned_weight)
+            weight.shape = ir.Shape(turned_weight.shape)
         made.append(node("MatMul", [linear.inputs[0], weight], name=name))
         bias = layer.bias()
         if bias is not None:
@@ -240,43 +295,57 @@ def _lower_logits(model: ir.Model, mask: ir.Value, *, last_only: bool) -> None:
     hidden = marker.inputs[0]
     assert hidden is not None
     if last_only:
-        places = initializer(graph, "logits.one", np.array(1, np.int64))
-        axes = initializer(graph, "logits.axes", np.array([1], np.int64))
         zero = initializer(graph, "logits.zero", np.array(0, np.int64))
-        end = node("Squeeze", [node("Shape", [mask], {"start": 1, "end": 2}).outputs[0]])
-        shape = end.inputs[0].producer() if end.inputs[0] is not None else None
-        assert shape is not None
-        order = node("Range", [zero, end.outputs[0], places])
+        one = initializer(graph, "logits.one", np.array(1, np.int64))
+        axes = initializer(graph, "logits.axes", np.array([1], np.int64))
+        shape = node("Shape", [mask], {"start": 1, "end": 2})
+        total = node("Squeeze", [shape.outputs[0]])
+        order = node("Range", [zero, total.outputs[0], one])
         marked = node("Mul", [mask, order.outputs[0]])
         last = node("ArgMax", [marked.outputs[0]], {"axis": 1, "keepdims": 1})
         gathered = node("GatherND", [hidden, last.outputs[0]], {"batch_dims": 1})
         rows = node("Unsqueeze", [gathered.outputs[0], axes])
-        graph.insert_before(marker, [shape, end, order, marked, last, gathered, rows])
+        graph.insert_before(marker, [shape, total, order, marked, last, gathered, rows])
         replace(marker.outputs[0], rows.outputs[0])
     else:
         replace(marker.outputs[0], hidden)
     graph.remove(marker, safe=True)
 
 
-def _finish(model: ir.Model, phase: Phase) -> None:
+def _forget_past(model: ir.Model) -> None:
+    """Take the past out of a prefill graph: its batch size is that of the tokens, its length is 0."""
+    graph = model.graph
+    ids = next(v for v in graph.inputs if v.name == INPUT_IDS)
+    for past in [v for v in graph.inputs if str(v.name).startswith("past_key_values.")]:
+        for shape in consumers(past, "Shape"):
+            start, end = (int(shape.attributes[name].value) for name in ("start", "end"))
+            if (start, end) == (0, 1):
+                shape.replace_input_with(0, ids)
+            elif (start, end) == (2, 3):
+                replace(shape.outputs[0], initializer(graph, "past.length", np.array([0], np.int64)))
+        prune(model)
+        if past.uses():
+            users = ", ".join(sorted({use.node.op_type for use in past.uses()}))
+            raise LoweringError(f"{past.name} is read by {users} and not by attention alone: it cannot be left out")
+        graph.inputs.remove(past)
+
+
+def _finish(model: ir.Model, phase: Phase, *, last_only: bool) -> None:
     """Dimensions and order of the contract; metadata of the trace dropped."""
     import onnx_ir as ir
 
     graph = model.graph
-    past = phase == "decode"
-    for value in list(graph.inputs):
+    for value in graph.inputs:
         name = str(value.name)
         if name in (INPUT_IDS, POSITION_IDS):
             value.shape = ir.Shape(["batch_size", "sequence_length"])
         elif name.startswith("past_key_values."):
-            if not past:
-                graph.inputs.remove(value)
             value.shape = ir.Shape(["batch_size", dims(value)[1], "past_sequence_length", dims(value)[3]])
-    length = "total_sequence_length" if past else "sequence_length"
+    length = "total_sequence_length" if phase == "decode" else "sequence_length"
     for value in graph.outputs:
         sizes = dims(value)
         if value.name == LOGITS:
-            value.shape = ir.Shape(["batch_size", "sequence_length" if sizes[1] != 1 else 1, sizes[-1]])
+            value.shape = ir.Shape(["batch_size", 1 if last_only else "sequence_length", sizes[-1]])
         else:
             value.shape = ir.Shape(["batch_size", sizes[1], length, sizes[3]])
     prune(model)
@@ -293,6 +362,3 @@ def _finish(model: ir.Model, phase: Phase) -> None:
     graph.opset_imports.clear()
     graph.opset_imports.update({"": OPSET})
     model.producer_name = "adx"
-
-
-__all__ = ["graph_spec", "past_name", "present_name", "write_portable"]

@@ -62,7 +62,11 @@ def producer(value: ir.Value | None, op_type: str, domain: str = "") -> ir.Node 
 
 def consumers(value: ir.Value, op_type: str, domain: str = "") -> list[ir.Node]:
     """The nodes of that type that read a value, in no order."""
-    return [user for user in dict.fromkeys(use.node for use in value.uses()) if (user.op_type, user.domain) == (op_type, domain)]
+    return [
+        user
+        for user in dict.fromkeys(use.node for use in value.uses())
+        if (user.op_type, user.domain) == (op_type, domain)
+    ]
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
@@ -113,5 +117,7 @@ def prune(model: ir.Model) -> None:
 
     model.graph.sort()
     common.RemoveUnusedNodesPass()(model)
-    for name in [n for n, value in model.graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
+    for name in [
+        n for n, value in model.graph.initializers.items() if not value.uses() and not value.is_graph_output()
+    ]:
         del model.graph.initializers[name]

@@ -41,16 +41,20 @@ def _fold(graph: ir.Graph, table: ir.Node, product: ir.Node, cosine: ir.Value, s
     source = _other(product, cosine)
     sums = consumers(product.outputs[0], "Add")
     if source is None or len(sums) != 1:
-        raise LoweringError(f"node {product.name}: a cosine of {table.attributes['name'].value} is multiplied out of place")
+        raise LoweringError(
+            f"node {product.name}: a cosine of {table.attributes['name'].value} is multiplied out of place"
+        )
     turned = producer(_other(sums[0], product.outputs[0]), "Mul")
-    if turned is None or not any(_is_half_turn(_other(turned, sine), source) for sine in sines if sine in turned.inputs):
+    if turned is None or not any(
+        _is_half_turn(_other(turned, sine), source) for sine in sines if sine in turned.inputs
+    ):
         raise LoweringError(f"node {sums[0].name}: not the sum x*cos + rotate_half(x)*sin")
     dim = last_dim(source)
     old = sums[0].outputs[0]
     whole = _whole_head(old, source, dim)
     if whole is not None:
         source, old = whole
-    attributes = {"name": str(table.attributes["name"].value), "dim": dim}
+    attributes: dict[str, int | str] = {"name": str(table.attributes["name"].value), "dim": dim}
     rotary = node("Rotary", [source, table.inputs[0]], attributes, domain=DOMAIN, like=old)
     old_producer = old.producer()
     assert old_producer is not None

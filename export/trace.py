@@ -1,4 +1,4 @@
-"""One trace of a checkpoint into a semantic ONNX graph: attention, rotary tables, norms and linear layers as single nodes.
+"""One trace of a checkpoint into a semantic ONNX graph: attention, rotary tables, norms, linear layers as single nodes.
 
 The leaves that every family has (linear layers, RMS norms, rotary tables) are swapped for stand-ins while the trace
 runs; each emits one node that keeps the layer's name and refers to the checkpoint's own tensor, so nothing is copied,
@@ -160,14 +160,16 @@ def _attention(state: _PastAndPresent) -> Any:
     ) -> tuple[torch.Tensor, None]:
         unknown = sorted(k for k in ("s_aux", "head_mask", "position_bias") if others.get(k) is not None)
         if unknown:
-            raise UnsupportedCheckpointError(f"{type(module).__name__} attends with {', '.join(unknown)}, unknown to adx")
+            raise UnsupportedCheckpointError(
+                f"{type(module).__name__} attends with {', '.join(unknown)}, unknown to adx"
+            )
         layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int on every transformers attention module
         past_key, past_value = state.past[layer]
         batch, _, length, dim = query.shape
         kv_heads = key.shape[1]
         total = past_key.shape[2] + length
         window = sliding_window if sliding_window is not None else state.kv_cache.windows[layer]
-        attributes = {
+        attributes: dict[str, Any] = {
             "layer": layer,
             "scale": float(dim**-0.5 if scaling is None else scaling),
             "window": int(window or 0),
@@ -214,7 +216,9 @@ def _logits_rows(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     import torch
 
     (hidden,) = args
-    return (torch.onnx.ops.symbolic(f"{DOMAIN}::LogitsRows", (hidden,), dtype=hidden.dtype, shape=hidden.shape, version=1),)
+    return (
+        torch.onnx.ops.symbolic(f"{DOMAIN}::LogitsRows", (hidden,), dtype=hidden.dtype, shape=hidden.shape, version=1),
+    )
 
 
 def _stand_in(name: str, module: Any, kv_cache: KVCacheSpec, rotary: dict[str, RotaryTable]) -> Any:
@@ -267,6 +271,7 @@ def _rms_norm(module: Any) -> Any:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.ndim != 1 or epsilon is None:
         return None
+    small = float(epsilon)
     x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0))
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     expected = module(x)
@@ -285,7 +290,7 @@ def _rms_norm(module: Any) -> Any:
             return torch.onnx.ops.symbolic(
                 "::RMSNormalization",
                 (x, self.weight),
-                {"axis": -1, "epsilon": float(epsilon)},
+                {"axis": -1, "epsilon": small},
                 dtype=x.dtype,
                 shape=x.shape,
                 version=OPSET,

@@ -42,7 +42,7 @@ class WeightsFile:
 
         assert self._file is not None, "used outside of its context"
         array = np.ascontiguousarray(array)
-        data = memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b"")
+        data = array.reshape(-1).view(np.uint8).data
         # The bytes alone decide: two views of one table (an embedding and its head) may differ in shape.
         key = (array.dtype.str, (array.size,), hashlib.sha256(data).digest())
         if key not in self._places:

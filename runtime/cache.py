@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from adx.export.errors import UsageError
 from numpy.typing import NDArray
+
+from adx.export.errors import UsageError
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from adx.export.errors import ContextLengthError, UsageError
+from adx.export.errors import ContextLengthError, PromptLengthError, UsageError
 from adx.runtime.cache import KVCache
 from adx.runtime.params import SamplingParams
 from adx.runtime.sampling import RowChooser, choose_tokens
@@ -110,12 +110,15 @@ def check_prompt(ids: Sequence[int], session: Session) -> None:
 
     Raises:
         ContextLengthError: it is longer than the context.
+        PromptLengthError: it is longer than the prompts that the engine was exported for.
         UsageError: it is empty or has an id outside the vocabulary.
     """
     if not len(ids):
         raise UsageError("a prompt has no tokens: give one at least, as the model's beginning-of-text token")
     if len(ids) > session.capacity:
         raise ContextLengthError(len(ids), session.capacity)
+    if session.max_input_len is not None and len(ids) > session.max_input_len:
+        raise PromptLengthError(len(ids), session.max_input_len)
     if min(ids) < 0 or max(ids) >= session.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < session.vocab_size)
         raise UsageError(f"token id {wrong} of a prompt is outside the model's vocabulary of {session.vocab_size}")

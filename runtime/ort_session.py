@@ -22,6 +22,7 @@ from adx.export.spec import (
     present_name,
 )
 from adx.runtime.cache import KVCache
+from adx.runtime.hugepages import huge_pages_for_new_memory
 from adx.runtime.session import Logits, Tokens, Wanted
 from adx.runtime.threads import usable_threads
 
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from adx.export.bundle import Bundle
 
 TARGET = "ort-cpu"
-PREFILL_CHUNK = 512  # tokens of a row read at once: bounds the attention's scratch memory
-LOGITS_CHUNK = 128  # tokens whose logits are computed at once where all are wanted
+PREFILL_CHUNK = 128  # tokens of a row read at once: fastest per token, and it bounds the attention's scratch memory
 
 
 class OrtSession:
@@ -55,9 +55,11 @@ class OrtSession:
         self.vocab_size = vocab_size
         self.capacity = kv_cache.capacity
         self.max_batch_size: int | None = None
+        self.max_input_len: int | None = None
         self.recompute_at = kv_cache.recompute_at
         self.threads = usable_threads() if threads is None else threads
-        self._session = _load(path, self.threads)
+        with huge_pages_for_new_memory():
+            self._session = _load(path, self.threads)
         self.provider = str(self._session.get_providers()[0])
         self._inputs = {i.name for i in self._session.get_inputs()}
 
@@ -72,17 +74,22 @@ class OrtSession:
         engine = next((e for e in manifest.engines if e.target == TARGET), None)
         if engine is None:
             found = ", ".join(e.target for e in manifest.engines) or "none"
-            raise BackendError(f"{bundle.path} holds no {TARGET} engine (it holds: {found}); export it with --target {TARGET}")
+            raise BackendError(
+                f"{bundle.path} holds no {TARGET} engine (it holds: {found}); export it with --target {TARGET}"
+            )
         path = bundle.path / engine.decode
         session = cls(path, manifest.kv_cache, manifest.model.vocab_size, threads=threads)
-        session.max_batch_size = manifest.limits.max_batch_size
+        session.max_batch_size = engine.limits.max_batch_size
+        session.max_input_len = engine.limits.max_input_len
         return session
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
         """See `Session.new_cache`; unused places hold zeros, never NaN."""
         capacity = self.capacity if capacity is None else capacity
         if batch_size < 1 or (self.max_batch_size is not None and batch_size > self.max_batch_size):
-            raise UsageError(f"a batch of {batch_size} rows: this engine takes 1 to {self.max_batch_size or 'any number'}")
+            raise UsageError(
+                f"a batch of {batch_size} rows: this engine takes 1 to {self.max_batch_size or 'any number'}"
+            )
         if not 1 <= capacity <= self.capacity:
             raise UsageError(f"a cache of {capacity} tokens: this engine's rows hold 1 to {self.capacity}")
         spec = self.kv_cache
@@ -96,7 +103,9 @@ class OrtSession:
         if cache.lengths.any():
             raise UsageError("prefill needs an empty cache: clear it, or append with decode")
         if batch != cache.batch_size or lengths.shape != (batch,) or lengths.min() < 1 or lengths.max() > length:
-            raise UsageError(f"prefill of {tokens.shape} tokens, lengths {lengths.tolist()}, into {cache.batch_size} rows")
+            raise UsageError(
+                f"prefill of {tokens.shape} tokens, lengths {lengths.tolist()}, into {cache.batch_size} rows"
+            )
         if lengths.max() > cache.capacity:
             raise ContextLengthError(int(lengths.max()), cache.capacity)
         if self.recompute_at is None and length > PREFILL_CHUNK:
@@ -181,7 +190,7 @@ class _Step:
             np.empty((rows, owner.vocab_size), np.float32),
             np.arange(length)[None],
         )
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             INPUT_IDS: step.input_ids,
             POSITION_IDS: step.position_ids,
             SEQLENS_K: step.seqlens_k,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import numpy as np
-from adx.runtime.cache import KVCache
 from numpy.typing import NDArray
+
+from adx.runtime.cache import KVCache
 
 Tokens = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -20,6 +21,7 @@ class Session(Protocol):
         vocab_size: width of the logits.
         capacity: tokens that a row's cache can hold at most.
         max_batch_size: rows that a cache can have at most, or None where the engine sets no bound.
+        max_input_len: tokens that a prompt can have at most, or None where the capacity is the bound.
         recompute_at: `KVCacheSpec.recompute_at`.
         provider: the backend that really computes, as it names itself.
         threads: threads that it computes with.
@@ -28,6 +30,7 @@ class Session(Protocol):
     vocab_size: int
     capacity: int
     max_batch_size: int | None
+    max_input_len: int | None
     recompute_at: int | None
     provider: str
     threads: int

@@ -35,6 +35,7 @@ class CachedSession:
         self.capacity = capacity or int(model.config.max_position_embeddings)
         self.max_batch_size = max_batch_size
         self.recompute_at: int | None = None
+        self.max_input_len: int | None = None
         self.provider, self.threads = "torch", 1
         self.shift = 0
         self.reads_padding = False

@@ -402,6 +402,7 @@ class Ready:
     """A session whose logits are there already: what is left is the loop."""
 
     vocab_size, capacity, max_batch_size, recompute_at, provider, threads = 49152, 2048, None, None, "none", 1
+    max_input_len = None
 
     def __init__(self) -> None:
         self.logits = np.random.default_rng(0).standard_normal((1, 1, self.vocab_size)).astype(np.float32)
@@ -429,3 +430,11 @@ def test_loop_costs_less_than_a_twentieth_of_a_step_of_4_ms() -> None:
 
 def test_end_of_text_constant_is_what_the_tiny_models_have(tmp_path: Path) -> None:
     assert load_model(tiny_llama(tmp_path)).generation_config.eos_token_id == EOS
+
+
+def test_a_prompt_beyond_the_engine_s_own_limit_is_refused_with_both_numbers() -> None:
+    """An engine exported for prompts of 4 tokens refuses 5, though its cache would hold them."""
+    session = FakeSession(hashed, VOCAB, capacity=32)
+    session.max_input_len = 4
+    with pytest.raises(UsageError, match=r"5 tokens.*at most 4"):
+        generate_tokens(session, [[1, 2, 3, 4, 5]], SamplingParams(max_new_tokens=1))
