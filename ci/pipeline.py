@@ -16,7 +16,9 @@ from adx.export.errors import BackendError, UsageError
 from adx.export.spec import ModelSpec, Precision
 
 if TYPE_CHECKING:
+    from adx.calibration.ranges import Ranges
     from adx.calibration.recipe import QuantRecipe
+    from adx.calibration.samples import CalibrationSamples
     from adx.ci.figures import ParityFigures
     from adx.engines.ort_cpu import CompiledEngine
     from adx.export.checkpoint import Checkpoint
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 ORT_CPU = "ort-cpu"
 PORTABLE_OPSET = 23
+ALGORITHMS = {"int8": "smoothquant", "int4": "rtn"}  # the default of each quantized precision
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class ExportRequest:
         max_batch_size: rows that the engine shall accept at most; None: no bound.
         max_input_len: tokens of a prompt; None: as many as the sequence may have.
         max_seq_len: tokens of prompt and reply together; None: the model's context.
+        quant_algo: `rtn` (round to nearest) or `smoothquant`; None: what suits the precision.
         group_size: weights that share a scale, -1 for whole rows; None: what suits each layer.
         nodes_to_exclude: regular expressions of layers that stay in float.
         keep_onnx: put the portable graphs in the bundle.
@@ -49,7 +53,7 @@ class ExportRequest:
         rtol: the same, as a part of the reference's logit range.
         trust_remote_code: let the checkpoint's own Python code run.
         offline: never contact the hub.
-        seed: of the random token rows that parity compares.
+        seed: of the text that the model writes to be calibrated on, and of the rows that parity compares.
         force: replace a bundle that is there.
         allow_parity_failure: keep a bundle that misses its bounds.
         threads: of the engine and of PyTorch in the comparison; None: what this process may use.
@@ -62,6 +66,7 @@ class ExportRequest:
     max_batch_size: int | None = None
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    quant_algo: str | None = None
     group_size: int | None = None
     nodes_to_exclude: tuple[str, ...] = ()
     keep_onnx: bool = False
@@ -77,6 +82,11 @@ class ExportRequest:
     allow_parity_failure: bool = False
     threads: int | None = None
     command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
+
+    @property
+    def algorithm(self) -> str | None:
+        """The quantization algorithm in force; None for float."""
+        return None if self.precision not in ALGORITHMS else self.quant_algo or ALGORITHMS[self.precision]
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,7 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
         report("loading the weights", None)
         model = load_model(checkpoint, config=config)
         save_text_files(checkpoint, writer.folder, config=config)
+        ranges, samples = _calibrated(request, model, writer.folder, report)
         report("tracing the model", None)
         semantic = trace(model, spec.kv_cache)
         made: list[QuantRecipe] = []
@@ -183,13 +194,14 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
             semantic,
             lambda layers: _remember(made, _recipe(request, layers)),
             writer.folder,
-            _counter(report, f"storing the weights in {request.precision}", count),
+            ranges=ranges,
+            progress=_counter(report, f"storing the weights in {request.precision}", count),
         )
         del semantic
         (recipe,) = made
         figures = _parity(request, spec, limits, engine, writer.folder, model, report)
         _write_report(writer.folder, figures)
-        manifest = _manifest(request, spec, limits, engine, recipe, portable, figures)
+        manifest = _manifest(request, spec, limits, engine, recipe, samples, portable, figures)
         passed = figures.passed
         if passed or request.allow_parity_failure:
             writer.commit(manifest, lambda done, total: report("hashing the bundle", done / max(total, 1)))
@@ -252,6 +264,24 @@ def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
     return Limits(request.max_batch_size, prompt, capacity)
 
 
+def _calibrated(
+    request: ExportRequest, model: Any, folder: Path, report: Report
+) -> tuple[Ranges | None, CalibrationSamples | None]:
+    """Ranges of the layers' inputs, and the samples they were measured on; the samples are kept in the bundle."""
+    from adx.calibration.ranges import input_ranges
+    from adx.calibration.samples import write_samples
+
+    if request.algorithm != "smoothquant":
+        return None, None
+    report("letting the model write calibration text", None)
+    samples = write_samples(model, seed=request.seed)
+    path = folder / "reports" / "calibration.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(samples.to_dict()) + "\n", encoding="utf-8")
+    report("measuring activations", None)
+    return input_ranges(model, samples), samples
+
+
 def _recipe(request: ExportRequest, layers: Mapping[str, LinearLayer]) -> QuantRecipe:
     from adx.calibration.recipe import make_recipe
 
@@ -307,7 +337,7 @@ def _parity(
 
 def _write_report(folder: Path, figures: ParityFigures) -> None:
     path = folder / "reports" / "parity.json"
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(figures.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -317,6 +347,7 @@ def _manifest(
     limits: Limits,
     engine: CompiledEngine,
     recipe: QuantRecipe,
+    samples: CalibrationSamples | None,
     portable: tuple[Any, ...],
     figures: ParityFigures,
 ) -> Manifest:
@@ -355,7 +386,7 @@ def _manifest(
         adx_version(),
         spec,
         (*portable, *engine.graphs),
-        QuantizationRecord(request.precision, None, layers, excluded),
+        QuantizationRecord(request.precision, samples.sha256 if samples else None, layers, excluded),
         (record,),
         limits,
         {key: value for key, value in figures.to_dict().items() if key != "cases"},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adx.export.checkpoint_load import cache_argument
 from adx.export.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Reference:
         """
         from transformers import DynamicCache
 
-        cache = {_cache_argument(self._model): DynamicCache(config=self._model.config)}  # grows in place
+        cache = {cache_argument(self._model): DynamicCache(config=self._model.config)}  # grows in place
         for start in range(0, len(row), chunk):
             with self._ready() as torch:
                 ids = torch.from_numpy(row[None, start : start + chunk])
@@ -92,11 +92,6 @@ class Reference:
                 model.set_attn_implementation(attention)
             model.train(training)
             torch.set_num_threads(threads)
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    """What this version of transformers calls the cache: `past_key_values` became `cache`."""
-    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def _checked(logits: torch.Tensor) -> Logits:

@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
 QUANTIZED = ("int8", "int4")
 ALGORITHMS = ("rtn", "smoothquant", "awq", "gptq")
+AVAILABLE_ALGORITHMS = ALGORITHMS[:2]
 TASKS = ("text-generation", "text-generation-with-past")
 
 _TENSORRT = "applies to TensorRT targets, which this release of adx does not build; ort-cpu has no such setting"
 _SHAPES = f"{_TENSORRT}: its shapes are limited by --max-batch-size, --max-input-len and --max-seq-len"
 _CALIBRATION = (
-    "there is nothing to calibrate: this release rounds the weights (--quant-algo rtn), and ort-cpu quantizes "
-    "activations on the fly"
+    "this release calibrates on text that the model writes itself from --seed, enough for smoothquant; it reads no "
+    "calibration data"
 )
-_ALGORITHM = "this release quantizes by rounding only (--quant-algo rtn)"
+_ALGORITHM = "this release has rtn and smoothquant"
 
 SPELLING = Spelling(
     aliases={
@@ -67,7 +68,7 @@ SPELLING = Spelling(
         ),
         **dict.fromkeys(("--calibration-data-path", "--calibration-method"), _CALIBRATION),
         **dict.fromkeys(("--awq", "--gptq", "--smooth-quant-alpha"), _ALGORITHM),
-        "--max-ppl-increase": "needs calibration, and this release only rounds; --nodes-to-exclude spares layers",
+        "--max-ppl-increase": "needs a search that this release does not make; --nodes-to-exclude spares layers",
         "--weights-only": "applies to int8 on TensorRT targets; ort-cpu stores only weights in 8 bits anyway",
         **dict.fromkeys(("--sm", "--timing-cache", "--timingCacheFile", "--opt-level"), _TENSORRT),
         **dict.fromkeys(("--builderOptimizationLevel", "--workspace", "--memPoolSize"), _TENSORRT),
@@ -140,7 +141,7 @@ def check_applicable(values: Values, precision: str) -> None:
             if values[option]:
                 spelled = option.replace("_", "-")
                 raise UsageError(f"--{spelled} applies to --int8 and --int4 only, and the precision is {precision}")
-    if values["quant_algo"] not in (None, "rtn"):
+    if values["quant_algo"] not in (None, *AVAILABLE_ALGORITHMS):
         raise UsageError(f"--quant-algo {values['quant_algo']}: {_ALGORITHM}")
     if not values["keep_onnx"]:
         for option in ("opset", "full_logits"):
@@ -170,6 +171,7 @@ def request_from(values: Values) -> ExportRequest:
         max_batch_size=values["max_batch_size"],
         max_input_len=values["max_input_len"],
         max_seq_len=values["max_seq_len"],
+        quant_algo=values["quant_algo"],
         group_size=values["group_size"],
         nodes_to_exclude=values["nodes_to_exclude"],
         keep_onnx=values["keep_onnx"],
@@ -266,7 +268,10 @@ command = AdxCommand(
                 ["--int4"], is_flag=True, help="ort-cpu: 4-bit weights in groups, embedding and head in 8 bits."
             ),
             click.Option(
-                ["--quant-algo"], type=click.Choice(ALGORITHMS), help="How weights are quantized: rtn (rounding)."
+                ["--quant-algo"],
+                type=click.Choice(ALGORITHMS),
+                help="How weights are quantized: rtn (rounding) or smoothquant (outliers of activations move into the "
+                "weights first).  [default: smoothquant for int8, rtn for int4]",
             ),
             click.Option(
                 ["--group-size"],
@@ -316,7 +321,9 @@ command = AdxCommand(
                 metavar="X",
                 help="Bound of the logits' error relative to their range, in place of the precision's own.",
             ),
-            integer_option("--seed", "Seed of the inputs that are compared.", minimum=0, default=0),
+            integer_option(
+                "--seed", "Seed of the calibration text, and of the inputs that parity compares.", minimum=0, default=0
+            ),
             click.Option(
                 ["--allow-parity-failure"], is_flag=True, help="Keep a bundle that misses its bound, marked so."
             ),

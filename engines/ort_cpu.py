@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from adx.calibration.ranges import Ranges
 from adx.calibration.recipe import QuantRecipe
+from adx.calibration.smoothing import smooth
 from adx.engines.ort_attention import MICROSOFT, AttentionLowering
 from adx.engines.ort_fusions import fuse_gates, fuse_norms, fuse_silu, select_logits_rows
 from adx.engines.ort_linears import LinearLowering
@@ -58,6 +60,8 @@ def compile(
     semantic: SemanticGraph,
     recipe: Callable[[dict[str, LinearLayer]], QuantRecipe],
     folder: Path,
+    *,
+    ranges: Ranges | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> CompiledEngine:
     """Lower a semantic graph for ONNX Runtime on CPU and write it.
@@ -65,6 +69,7 @@ def compile(
     Args:
         semantic: the traced model; it is not changed.
         recipe: from the linear layers to how each is stored.
+        ranges: largest magnitude of each layer's inputs, to smooth the layers with before they are quantized, or None.
         folder: the bundle's folder; `engines/ort-cpu/` in it must not exist.
         progress: called with the name of each linear layer as it is stored.
 
@@ -76,6 +81,8 @@ def compile(
     model = semantic.model.clone()
     fold_rotary(model)
     layers = collect_linears(model)
+    if ranges is not None:
+        smooth(model, layers, ranges)
     AttentionLowering(model, layers, semantic.rotary, semantic.kv_cache.recompute_at).run()
     fuse_gates(model)
     fuse_silu(model)

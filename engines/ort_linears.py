@@ -160,4 +160,7 @@ class LinearLowering:
 
 
 def _is_token_table(model: ir.Model, indices: ir.Value | None) -> bool:
+    """Do the indices come from the token ids, at most reshaped (as GPT-2 does)?"""
+    while indices is not None and (made_by := indices.producer()) is not None and made_by.op_type == "Reshape":
+        indices = made_by.inputs[0]
     return indices is not None and indices is model.graph.inputs[0]

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -186,3 +187,8 @@ def _forget_quantization(model: PreTrainedModel) -> None:
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method")):
         if name in vars(owner):
             delattr(owner, name)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What this version of transformers calls the cache: `past_key_values` became `cache`."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"

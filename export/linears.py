@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 Floats = NDArray[np.float32]
-Role = Literal["attention_input", "head", "other"]
-
-_REACH = 6  # nodes between a projection and its attention, at most
-_MOVES = {"Reshape", "Transpose", "Slice", "Split", "Identity", "Squeeze", "Unsqueeze"}
-_NORMS = {"RMSNormalization", "LayerNormalization"}
+Role = Literal["head", "other"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +27,10 @@ class LinearLayer:
         tensor: the checkpoint's tensor.
         transposed: the tensor is (in, out) and not (out, in).
         bias_tensor: the checkpoint's bias (out,), or None.
+        input_scale: factor of each input feature's column, or None.
+        output_scale: factor of each output feature, in the tensor's own order, or None.
         rows: order in which the output features are wanted, or None for the tensor's own.
-        role: `attention_input` if it makes queries, keys or values, `head` if it makes the logits, else `other`.
+        role: `head` if it makes the logits, else `other`.
         tied_to: name of the initializer that is the same tensor (an embedding), or None.
     """
 
@@ -41,6 +39,8 @@ class LinearLayer:
     transposed: bool
     bias_tensor: ir.TensorProtocol | None
     role: Role = "other"
+    input_scale: Floats | None = None
+    output_scale: Floats | None = None
     rows: NDArray[np.int64] | None = None
     tied_to: str | None = None
 
@@ -54,6 +54,10 @@ class LinearLayer:
         """The weight, (out, in) float32; read from the checkpoint anew each time."""
         array: Floats = np.asarray(self.tensor.numpy(), np.float32)
         array = array.T if self.transposed else array
+        if self.input_scale is not None:
+            array = array * self.input_scale
+        if self.output_scale is not None:
+            array = array * self.output_scale[:, None]
         return array if self.rows is None else array[self.rows]
 
     def bias(self) -> Floats | None:
@@ -61,7 +65,13 @@ class LinearLayer:
         if self.bias_tensor is None:
             return None
         array: Floats = np.asarray(self.bias_tensor.numpy(), np.float32)
+        if self.output_scale is not None:
+            array = array * self.output_scale
         return array if self.rows is None else array[self.rows]
+
+    def with_input_scale(self, scale: Floats) -> LinearLayer:
+        """The layer with the columns of its weight multiplied, on top of what scales them already."""
+        return replace(self, input_scale=scale if self.input_scale is None else self.input_scale * scale)
 
     def reordered(self, rows: NDArray[np.int64]) -> LinearLayer:
         """The layer with its output features in another order."""
@@ -98,16 +108,8 @@ def collect_linears(model: ir.Model) -> dict[str, LinearLayer]:
 
 
 def _role(linear: ir.Node) -> Role:
-    """Where a linear layer stands, by its neighbours in the graph."""
-    if producer(linear.inputs[0], "LogitsRows", DOMAIN) is not None:
-        return "head"
-    reached = {linear}
-    for _ in range(_REACH):
-        reached = {use.node for node in reached for output in node.outputs for use in output.uses()}
-        if any(node.domain == DOMAIN and node.op_type == "CausalAttention" for node in reached):
-            return "attention_input"
-        reached = {n for n in reached if n.op_type in _MOVES | _NORMS or n.op_type == "Rotary"}
-    return "other"
+    """Where a linear layer stands, by what makes its input."""
+    return "other" if producer(linear.inputs[0], "LogitsRows", DOMAIN) is None else "head"
 
 
 def names_of(node: ir.Node) -> list[str]:

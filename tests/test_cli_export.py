@@ -137,10 +137,10 @@ def test_options_of_portable_graphs_need_them(args: list[str], capsys: pytest.Ca
     assert "add --keep-onnx" in refused("m", *args, capsys=capsys)
 
 
-@pytest.mark.parametrize("algorithm", ["awq", "gptq", "smoothquant"])
+@pytest.mark.parametrize("algorithm", ["awq", "gptq"])
 def test_algorithms_that_are_not_there_are_refused(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = refused("m", "--int4", "--quant-algo", algorithm, capsys=capsys)
-    assert f"--quant-algo {algorithm}: this release quantizes by rounding only" in error
+    assert f"--quant-algo {algorithm}: this release has rtn and smoothquant" in error
 
 
 @pytest.mark.parametrize("target", ["ort-cuda", "tensorrt", "tensorrt-rtx"])

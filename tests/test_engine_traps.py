@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,19 +24,15 @@ from models import (
     tiny_llama,
 )
 from numpy.typing import NDArray
+from traced import Traced, trace_folder, traced
 
 from adx.calibration.recipe import make_recipe
 from adx.ci.pipeline import ExportRequest, ExportResult, export_bundle
 from adx.cli.main import main
 from adx.engines import ort_cpu
 from adx.export.bundle import Bundle
-from adx.export.checkpoint import resolve
-from adx.export.checkpoint_load import load_config
-from adx.export.checkpoint_load import load_model as load_checkpoint
-from adx.export.checkpoint_spec import model_spec
 from adx.export.errors import OutputExistsError, UsageError
-from adx.export.spec import ModelSpec, past_name, present_name
-from adx.export.trace import SemanticGraph, trace
+from adx.export.spec import past_name, present_name
 from adx.runtime import Generator, load, ort_session
 from adx.runtime.ort_session import OrtSession
 
@@ -57,27 +52,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A checkpoint and its trace, from which engines of any precision are compiled."""
+def compiled(source: Traced, precision: Precision, out: Path) -> Path:
+    """The folder `out` with an engine in it."""
+    ort_cpu.compile(source.semantic, lambda layers: make_recipe(precision, layers), out)
+    return out
 
-    folder: Path
-    spec: ModelSpec
-    semantic: SemanticGraph
 
-    @staticmethod
-    def of(folder: Path) -> Traced:
-        checkpoint = resolve(str(folder))
-        config = load_config(checkpoint)
-        spec = model_spec(checkpoint, config, None)
-        return Traced(folder, spec, trace(load_checkpoint(checkpoint, config=config), spec.kv_cache))
-
-    def compile(self, precision: Precision, out: Path) -> Path:
-        ort_cpu.compile(self.semantic, lambda layers: make_recipe(precision, layers), out)
-        return out
-
-    def session(self, out: Path) -> OrtSession:
-        return OrtSession(out / ort_cpu.GRAPH_FILE, self.spec.kv_cache, self.spec.vocab_size, threads=1)
+def opened(source: Traced, out: Path) -> OrtSession:
+    return OrtSession(out / ort_cpu.GRAPH_FILE, source.spec.kv_cache, source.vocab_size, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +68,13 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama(work: Path) -> Traced:
-    return Traced.of(tiny_llama(work / "llama"))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    return traced(tmp_path_factory, "llama")
 
 
 @pytest.fixture(scope="module")
 def engine(llama: Traced, work: Path) -> OrtSession:
-    return llama.session(llama.compile("fp32", work / "llama-fp32"))
+    return opened(llama, compiled(llama, "fp32", work / "llama-fp32"))
 
 
 def padded(prompts: list[list[int]], pad: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -113,12 +95,14 @@ def teacher_forced(session: OrtSession, prompts: list[list[int]], forced: NDArra
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_rows_of_a_batch_answer_as_each_alone(family: str, llama: Traced, engine: OrtSession, work: Path) -> None:
+def test_rows_of_a_batch_answer_as_each_alone(
+    family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """Prompts of 3, 7 and 12 tokens in one batch: positions counted from padding, or padding that is attended to,
     change every row but the longest. Prefill, 16 teacher-forced steps, and the greedy answer."""
-    traced = llama if family == "llama" else Traced.of(tiny(family, work / family))
-    session = engine if family == "llama" else traced.session(traced.compile("fp32", work / f"{family}-fp32"))
-    model = load_model(traced.folder)
+    source = traced(tmp_path_factory, family)
+    session = opened(source, compiled(source, "fp32", tmp_path))
+    model = source.model
     prompts = [find_gap_prompt(model, length) for length in LENGTHS]
     expected = [reference_tokens(model, prompt, eos_token_id=None) for prompt in prompts]
     forced = np.array(expected)
@@ -132,11 +116,13 @@ def test_rows_of_a_batch_answer_as_each_alone(family: str, llama: Traced, engine
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_8_bit_rows_of_a_batch_are_as_each_alone(family: str, llama: Traced, work: Path) -> None:
+def test_8_bit_rows_of_a_batch_are_as_each_alone(
+    family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """Inputs are quantized inside the kernel: one scale for a whole batch would let its rows change each other."""
-    traced = llama if family == "llama" else Traced.of(tiny(family, work / f"{family}-8"))
-    session = traced.session(traced.compile("int8", work / f"{family}-int8"))
-    model = load_model(traced.folder)
+    source = traced(tmp_path_factory, family)
+    session = opened(source, compiled(source, "int8", tmp_path))
+    model = source.model
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 250, length).tolist() for length in LENGTHS]
     forced = rng.integers(3, 250, (3, 16))
@@ -188,7 +174,7 @@ def test_every_batch_length_and_past(batch: int, new: int, llama: Traced, engine
     """Sizes that an exporter likes to take for constants, 1 and the example's own above all; rows of one token too."""
     import torch
 
-    model = load_model(llama.folder)
+    model = llama.model
     rng = np.random.default_rng(batch * 100 + new)
     for past in (0, 1, 2, 7, 40):
         ids = rng.integers(3, 256, (batch, past + new))
@@ -287,17 +273,15 @@ def test_a_long_prompt_takes_little_memory(tmp_path: Path) -> None:
 
     The cache is counted before. Logits of all positions alone are 98 MB, and asking for them shows that.
     """
-    traced = Traced.of(
-        tiny_llama(
-            tmp_path / "model",
-            vocab_size=16384,
-            hidden_size=256,
-            intermediate_size=256,
-            num_hidden_layers=8,
-            max_position_embeddings=2048,
-        )
+    folder = tiny_llama(
+        tmp_path / "model",
+        vocab_size=16384,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        max_position_embeddings=2048,
     )
-    path = traced.compile("fp32", tmp_path / "out") / ort_cpu.GRAPH_FILE
+    path = compiled(trace_folder(folder, tmp_path), "fp32", tmp_path / "out") / ort_cpu.GRAPH_FILE
     growth = {}
     for wanted, shape in (("last", [1, 16384]), ("all", [1, 1500, 16384])):
         command = [sys.executable, "-c", MEASURE, str(path), wanted]
@@ -413,15 +397,15 @@ def test_quantized_weights_are_small_and_stored_once(name: str, work: Path) -> N
     import onnx
 
     family, overrides = LARGE[name]
-    traced = Traced.of(tiny(family, work / f"{name}-model", **overrides))
+    source = trace_folder(tiny(family, work / f"{name}-model", **overrides), work)
     sizes: dict[str, int] = {}
     for precision in ("fp32", "int8", "int4"):
-        out = traced.compile(precision, work / f"{name}-large-{precision}")
+        out = compiled(source, precision, work / f"{name}-large-{precision}")
         graph, data = out / ort_cpu.GRAPH_FILE, out / ort_cpu.WEIGHTS_FILE
         sizes[precision] = folder_bytes(out)
         assert referenced_bytes([graph]) >= 0.99 * data.stat().st_size
         if precision == "fp32":
-            assert sizes["fp32"] <= 1.15 * unique_float_bytes(traced.folder)
+            assert sizes["fp32"] <= 1.15 * unique_float_bytes(source.checkpoint)
             continue
         floats = {
             shape
@@ -434,7 +418,7 @@ def test_quantized_weights_are_small_and_stored_once(name: str, work: Path) -> N
         (head,) = (node for node in nodes if node.op_type == "MatMulNBits" and "head" in node.name)
         assert {a.name: a.i for a in head.attribute if a.type == onnx.AttributeProto.INT}["bits"] == 8
     assert sizes["int8"] <= 0.35 * sizes["fp32"]
-    body = 4 * sum(p.numel() for n, p in load_model(traced.folder).named_parameters() if p.ndim == 2 and "0.m" in n)
+    body = 4 * sum(p.numel() for n, p in source.model.named_parameters() if p.ndim == 2 and "0.m" in n)
     packed = sum(
         length
         for key, (_, length, _, _) in external(work / f"{name}-large-int4" / ort_cpu.GRAPH_FILE).items()
@@ -453,7 +437,7 @@ def test_a_summary_counts_what_was_quantized(llama: Traced, tmp_path: Path) -> N
     """15 linear layers; those that are excluded are in the manifest with the reason, and really float."""
     import onnx
 
-    result = export(llama.folder, tmp_path / "out", "int8", nodes_to_exclude=("down_proj$",))
+    result = export(llama.checkpoint, tmp_path / "out", "int8", nodes_to_exclude=("down_proj$",))
     assert "quantized 13 of 15 linear layers" in result.summary[0]
     manifest = Bundle.open(tmp_path / "out").manifest
     names = [node.name for node in manifest.quantization.excluded]
@@ -464,7 +448,7 @@ def test_a_summary_counts_what_was_quantized(llama: Traced, tmp_path: Path) -> N
 
 def test_quantizing_nothing_is_an_error(llama: Traced, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every layer excluded: refused, and no bundle is written."""
-    args = ["export", str(llama.folder), "--int8", "-o", str(tmp_path / "out"), "--nodes-to-exclude", "."]
+    args = ["export", str(llama.checkpoint), "--int8", "-o", str(tmp_path / "out"), "--nodes-to-exclude", "."]
     assert main(args) == UsageError.exit_code
     assert "no layer would be quantized" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -506,13 +490,13 @@ def test_a_bfloat16_checkpoint_is_quantized(tmp_path: Path) -> None:
 
     folder = tiny_llama(tmp_path / "model")
     load_model(folder).to(torch.bfloat16).save_pretrained(folder)
-    traced = Traced.of(folder)
-    path = traced.compile("int8", tmp_path / "out") / ort_cpu.GRAPH_FILE
+    source = trace_folder(folder, tmp_path)
+    path = compiled(source, "int8", tmp_path / "out") / ort_cpu.GRAPH_FILE
     kinds = {tensor.data_type for tensor in onnx.load(path, load_external_data=False).graph.initializer}
     assert onnx.TensorProto.BFLOAT16 not in kinds
-    session = traced.session(tmp_path / "out")
+    session = opened(source, tmp_path / "out")
     prompt = np.random.default_rng(0).integers(3, 256, 20).tolist()
-    wanted = reference_logits(load_model(folder), prompt)
+    wanted = reference_logits(source.model, prompt)
     logits = session.prefill(*padded([prompt]), session.new_cache(1), "all")[0]
     assert np.std(logits - wanted) <= 0.06 * np.std(wanted)
 
@@ -522,7 +506,7 @@ def test_16_bit_arithmetic_on_cpu_is_refused(
     precision: str, llama: Traced, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before any work, with the reason and what to choose."""
-    args = ["export", str(llama.folder), f"--{precision}", "-o", str(tmp_path / "out")]
+    args = ["export", str(llama.checkpoint), f"--{precision}", "-o", str(tmp_path / "out")]
     assert main(args) == UsageError.exit_code
     said = capsys.readouterr().err
     assert f"{precision} on ort-cpu" in said
@@ -546,14 +530,14 @@ def test_portable_graphs_share_one_file_and_store_a_tied_weight_once(tmp_path: P
 def test_a_second_export_leaves_nothing_of_the_first(llama: Traced, tmp_path: Path) -> None:
     """Without --force refused; with it the folder is as a fresh one, also at another precision: no appended data."""
     out = tmp_path / "out"
-    first = export(llama.folder, out, "fp32", keep_onnx=True)
+    first = export(llama.checkpoint, out, "fp32", keep_onnx=True)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     with pytest.raises(OutputExistsError, match="--force"):
-        export(llama.folder, out, "int8")
+        export(llama.checkpoint, out, "int8")
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    second = export(llama.folder, out, "int8", force=True)
+    second = export(llama.checkpoint, out, "int8", force=True)
     assert second.bytes == folder_bytes(out) < first.bytes
-    fresh = llama.compile("int8", tmp_path / "fresh")
+    fresh = compiled(llama, "int8", tmp_path / "fresh")
     assert not (out / "onnx").exists()
     assert {path.name for path in (out / "engines").rglob("*")} == {
         path.name for path in (fresh / "engines").rglob("*")

@@ -50,7 +50,7 @@ def worst(a: Any, b: Any) -> float:
 def grid(source: Traced) -> list[tuple[int, int, int]]:
     """(batch, length, past) to compare; a call that crosses long rope's length is the token loop's to avoid."""
     limit = source.spec.kv_cache.recompute_at
-    shapes = itertools.product((1, 2, 3), (1, 2, 7, 33), (0, 1, 7, 40))
+    shapes = [*itertools.product((1, 2, 3), (1, 2, 7, 33), (0, 1, 7, 40)), (2, 16, 0), (2, 17, 0)]
     return [s for s in shapes if not (limit and s[2] and s[2] < limit <= s[1] + s[2])]
 
 

@@ -14,7 +14,8 @@ import pytest
 from adx.ci.bounds import BOUNDS, Bound, bound_of
 from adx.ci.corpus import Corpus, load_corpus
 from adx.ci.parity import ParityFigures, measure_parity
-from adx.ci.reference import Reference, _cache_argument
+from adx.ci.reference import Reference
+from adx.export.checkpoint_load import cache_argument
 from adx.export.errors import CheckpointError, ParityError, UsageError
 from adx.runtime.cache import KVCache
 
@@ -80,7 +81,7 @@ class CachedSession:
                 input_ids=torch.from_numpy(np.ascontiguousarray(tokens))[None],
                 position_ids=torch.arange(start, start + len(tokens))[None],
                 use_cache=True,
-                **{_cache_argument(self.model): past},
+                **{cache_argument(self.model): past},
             )
         return output.logits[0].float().numpy()
 

@@ -185,7 +185,8 @@ def test_padded_batches_equal_each_row_alone(portable: Portable, padding: str) -
 def test_any_number_of_tokens_goes_on_any_past(portable: Portable) -> None:
     """Also past windows and long rope's length; a past may be empty, so the decode graph alone serves too."""
     kv = portable.source.spec.kv_cache
-    for batch, length, past in ((1, 1, 0), (2, 7, 0), (1, 1, 1), (2, 2, 7), (3, 33, 40), (1, 5, 40), (2, 33, 0)):
+    shapes = ((1, 1, 0), (2, 7, 0), (1, 16, 0), (1, 17, 0), (1, 1, 1), (2, 2, 7), (3, 33, 40), (1, 5, 40), (2, 1, 17))
+    for batch, length, past in shapes:
         ids = tokens(past + length, batch, past + length)
         held = [np.zeros((batch, kv.kv_heads, 0, kv.head_dim), np.float32)] * (2 * kv.layers)
         expected = reference(portable.source.model, ids)

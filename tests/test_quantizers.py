@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from adx.calibration.recipe import INT4_GROUP, INT8_FINE_GROUP, INT8_GROUP, make_recipe
+from adx.calibration.recipe import INT4_GROUP, INT8_GROUPS, make_recipe
 from adx.calibration.weights import BlockScheme, QuantizedWeight, concatenate, quantize
 from adx.export.errors import UsageError
 
@@ -285,20 +285,21 @@ class Linear:
 
 
 LAYERS = {
-    "model.layers.0.self_attn.q_proj": Linear((64, 576), "attention"),
+    "model.layers.0.self_attn.q_proj": Linear((64, 576), "attention_input"),
     "model.layers.0.mlp.down_proj": Linear((64, 1536)),
     "model.layers.0.mlp.up_proj": Linear((64, 40)),
     "lm_head": Linear((1000, 576), "head"),
 }
 
 
-def test_8_bits_are_finer_for_attention_and_head() -> None:
+def test_8_bits_are_as_fine_as_a_layers_role_asks_for() -> None:
+    """Where activations cost most the blocks are smallest; an untied embedding is stored as the head."""
     recipe = make_recipe("int8", LAYERS)
-    schemes = {name: layer.scheme for name, layer in recipe.layers.items()}
-    assert list(schemes) == list(LAYERS)
-    assert schemes["lm_head"] == schemes["model.layers.0.self_attn.q_proj"] == BlockScheme(8, INT8_FINE_GROUP)
-    assert schemes["model.layers.0.mlp.down_proj"] == BlockScheme(8, INT8_GROUP)
-    assert recipe.embedding == BlockScheme(8, INT8_FINE_GROUP)
+    assert list(recipe.layers) == list(LAYERS)
+    assert INT8_GROUPS["attention_input"] < INT8_GROUPS["head"] < INT8_GROUPS["other"]
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
+        assert recipe.layers[name].scheme == BlockScheme(8, INT8_GROUPS[LAYERS[name].role])
+    assert recipe.embedding == BlockScheme(8, INT8_GROUPS["head"])
     assert all(layer.reason is None for layer in recipe.layers.values())
 
 
