@@ -150,7 +150,7 @@ class Manifest:
                 return record
         there = ", ".join(record.target for record in self.engines) or "none"
         raise BundleError(
-            f"this bundle has no engine for {target or 'any target'}; it has {there}: build one with adx compile"
+            f"this bundle has no engine for {target or 'any target'}; it has {there}: export the model with --target"
         )
 
 

@@ -60,7 +60,7 @@ def _choose_target(bundle: Bundle, target: str | None) -> str:
     if target not in held:
         raise BackendError(
             f"{bundle.path} has no engine for {target!r}, it has {_listed(held)}: "
-            f"build one with `adx compile {bundle.path} --target {target}`"
+            f"export the model with `--target {target}`"
         )
     if target not in _OPENERS:
         raise BackendError(f"this adx cannot run {target!r} engines, only {', '.join(_OPENERS)}")
