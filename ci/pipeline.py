@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adx.ci.export_record import manifest_of, summary_of
+from adx.ci.export_request import ORT_CPU, PORTABLE_OPSET, ExportPlan, ExportRequest, ExportResult
 from adx.ci.progress import Report, quiet
 from adx.export.errors import BackendError, UsageError
-from adx.export.spec import ModelSpec, Precision
+from adx.export.spec import ModelSpec
 
 if TYPE_CHECKING:
     from adx.calibration.ranges import Ranges
@@ -23,94 +23,9 @@ if TYPE_CHECKING:
     from adx.engines.ort_cpu import CompiledEngine
     from adx.export.checkpoint import Checkpoint
     from adx.export.linears import LinearLayer
-    from adx.export.manifest import Limits, Manifest
+    from adx.export.manifest import Limits
 
-ORT_CPU = "ort-cpu"
-PORTABLE_OPSET = 23
-ALGORITHMS = {"int8": "smoothquant", "int4": "rtn"}  # the default of each quantized precision
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """What to export, and how.
-
-    Attributes:
-        model: a Hugging Face folder, a hub id or a .gguf file.
-        out: the bundle's folder.
-        precision: of the weights.
-        targets: engines to compile.
-        max_batch_size: rows that the engine shall accept at most; None: no bound.
-        max_input_len: tokens of a prompt; None: as many as the sequence may have.
-        max_seq_len: tokens of prompt and reply together; None: the model's context.
-        quant_algo: `rtn` (round to nearest) or `smoothquant`; None: what suits the precision.
-        group_size: weights that share a scale, -1 for whole rows; None: what suits each layer.
-        nodes_to_exclude: regular expressions of layers that stay in float.
-        keep_onnx: put the portable graphs in the bundle.
-        full_logits: the portable prefill graph keeps the logits of all positions.
-        task: accepted for callers that name it; text generation is the only one.
-        opset: of the portable graphs.
-        atol: largest absolute logit error, in place of the precision's own bound.
-        rtol: the same, as a part of the reference's logit range.
-        trust_remote_code: let the checkpoint's own Python code run.
-        offline: never contact the hub.
-        seed: of the text that the model writes to be calibrated on, and of the rows that parity compares.
-        force: replace a bundle that is there.
-        allow_parity_failure: keep a bundle that misses its bounds.
-        threads: of the engine and of PyTorch in the comparison; None: what this process may use.
-    """
-
-    model: str
-    out: Path
-    precision: Precision
-    targets: tuple[str, ...] = (ORT_CPU,)
-    max_batch_size: int | None = None
-    max_input_len: int | None = None
-    max_seq_len: int | None = None
-    quant_algo: str | None = None
-    group_size: int | None = None
-    nodes_to_exclude: tuple[str, ...] = ()
-    keep_onnx: bool = False
-    full_logits: bool = False
-    task: str | None = None
-    opset: int | None = None
-    atol: float | None = None
-    rtol: float | None = None
-    trust_remote_code: bool = False
-    offline: bool = False
-    seed: int = 0
-    force: bool = False
-    allow_parity_failure: bool = False
-    threads: int | None = None
-    command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
-
-    @property
-    def algorithm(self) -> str | None:
-        """The quantization algorithm in force; None for float."""
-        return None if self.precision not in ALGORITHMS else self.quant_algo or ALGORITHMS[self.precision]
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """What an export gave. Without `passed` the bundle is there only if the request allowed a parity failure."""
-
-    bundle: str
-    passed: bool
-    seconds: float
-    peak_rss_mb: float
-    bytes: int
-    targets: tuple[str, ...]
-    parity: Mapping[str, Any]
-    summary: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """What an export would do, and roughly what it would take."""
-
-    lines: tuple[str, ...]
-    disk_bytes: int
-    memory_bytes: int
-    seconds: float
+__all__ = ["ExportPlan", "ExportRequest", "ExportResult", "export_bundle", "plan_export"]
 
 
 def plan_export(request: ExportRequest) -> ExportPlan:
@@ -201,7 +116,7 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
         (recipe,) = made
         figures = _parity(request, spec, limits, engine, writer.folder, model, report)
         _write_report(writer.folder, figures)
-        manifest = _manifest(request, spec, limits, engine, recipe, samples, portable, figures)
+        manifest = manifest_of(request, spec, limits, engine, recipe, samples, portable, figures)
         passed = figures.passed
         if passed or request.allow_parity_failure:
             writer.commit(manifest, lambda done, total: report("hashing the bundle", done / max(total, 1)))
@@ -215,7 +130,7 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
         size,
         request.targets,
         figures.to_dict(),
-        _summary(request, recipe, figures, size, kept, time.perf_counter() - started),
+        summary_of(request, recipe, figures, size, kept, time.perf_counter() - started),
     )
 
 
@@ -339,80 +254,3 @@ def _write_report(folder: Path, figures: ParityFigures) -> None:
     path = folder / "reports" / "parity.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(figures.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _manifest(
-    request: ExportRequest,
-    spec: ModelSpec,
-    limits: Limits,
-    engine: CompiledEngine,
-    recipe: QuantRecipe,
-    samples: CalibrationSamples | None,
-    portable: tuple[Any, ...],
-    figures: ParityFigures,
-) -> Manifest:
-    from adx.export.manifest import (
-        EngineRecord,
-        ExcludedNode,
-        LayerQuantization,
-        Manifest,
-        QuantizationRecord,
-        adx_version,
-        provenance,
-    )
-
-    layers = tuple(
-        LayerQuantization(
-            name,
-            32 if layer.scheme is None else layer.scheme.bits,
-            "float" if layer.scheme is None else "symmetric" if layer.scheme.symmetric else "asymmetric",
-            None if layer.scheme is None else layer.scheme.block_size,
-            layer.reason,
-        )
-        for name, layer in recipe.layers.items()
-    )
-    excluded = tuple(
-        ExcludedNode(name, layer.reason or "")
-        for name, layer in recipe.layers.items()
-        if layer.scheme is None and request.precision != "fp32"
-    )
-    made_by = provenance(request.command)
-    built_with = {name: version for name, version in made_by.packages.items() if "onnx" in name}
-    by_phase = {graph.phase: graph.file for graph in engine.graphs}
-    record = EngineRecord(
-        engine.target, engine.files, by_phase["prefill"], by_phase["decode"], built_with, None, None, limits
-    )
-    return Manifest(
-        adx_version(),
-        spec,
-        (*portable, *engine.graphs),
-        QuantizationRecord(request.precision, samples.sha256 if samples else None, layers, excluded),
-        (record,),
-        limits,
-        {key: value for key, value in figures.to_dict().items() if key != "cases"},
-        made_by,
-    )
-
-
-def _summary(
-    request: ExportRequest, recipe: QuantRecipe, figures: ParityFigures, size: int, kept: bool, seconds: float
-) -> tuple[str, ...]:
-    quantized = sum(layer.scheme is not None for layer in recipe.layers.values())
-    bits: dict[str, int] = {}
-    for layer in recipe.layers.values():
-        name = "float32" if layer.scheme is None else layer.scheme.name
-        bits[name] = bits.get(name, 0) + 1
-    kinds = ", ".join(f"{count} x {name}" for name, count in bits.items())
-    parity = figures.to_dict()
-    lines = [
-        f"quantized {quantized} of {len(recipe.layers)} linear layers ({kinds})",
-        f"parity {'passed' if figures.passed else 'FAILED'}: KL {parity['kl_mean']}, top-1 {parity['top1']}, "
-        f"perplexity ratio {parity['perplexity_ratio']}, largest logit error {parity['max_abs_logit_error']} "
-        f"of a range of {parity['logit_range']}",
-    ]
-    lines += [f"missed: {miss}" for miss in parity.get("misses", ())]
-    if kept:
-        lines.append(f"{request.out}: {size / 1e6:,.1f} MB in {seconds:,.0f} s")
-    else:
-        lines.append(f"{request.out} was not written; --allow-parity-failure keeps a bundle that misses its bounds")
-    return tuple(lines)

@@ -22,7 +22,7 @@ from adx.engines.ort_linears import LinearLowering
 from adx.export.errors import LoweringError
 from adx.export.linears import LinearLayer, collect_linears
 from adx.export.portable import graph_spec
-from adx.export.rewrite import prune
+from adx.export.rewrite import prune, seal
 from adx.export.rotary import fold_rotary
 from adx.export.spec import GraphSpec, KVCacheSpec
 from adx.export.trace import DOMAIN, SemanticGraph
@@ -126,17 +126,4 @@ def _finish(model: ir.Model) -> None:
         raise LoweringError(f"no ONNX Runtime counterpart for the nodes {', '.join(strange)}")
     for unused in [v for v in graph.inputs if not list(v.uses())]:
         graph.inputs.remove(unused)
-    outputs = set(graph.outputs)
-    for n in graph:
-        n.metadata_props.clear()
-        n.doc_string = None
-        for value in n.outputs:
-            value.metadata_props.clear()
-            if value not in outputs:
-                value.shape = None
-                value.type = None
-    model.metadata_props.clear()
-    model.ir_version = IR_VERSION
-    graph.opset_imports.clear()
-    graph.opset_imports.update(OPSETS)
-    model.producer_name = "adx"
+    seal(model, IR_VERSION, OPSETS)

@@ -14,7 +14,7 @@ import numpy as np
 from adx.export.errors import LoweringError
 from adx.export.linears import LinearLayer, collect_linears, names_of
 from adx.export.portable_attention import lower_attention
-from adx.export.rewrite import consumers, dims, initializer, last_dim, node, prune, replace
+from adx.export.rewrite import consumers, dims, initializer, last_dim, node, prune, replace, seal
 from adx.export.rotary import fold_rotary
 from adx.export.spec import (
     ATTENTION_MASK,
@@ -235,16 +235,4 @@ def _finish(model: ir.Model, phase: Phase, *, last_only: bool) -> None:
         else:
             value.shape = ir.Shape(["batch_size", sizes[1], length, sizes[3]])
     prune(model)
-    kept = set(graph.outputs)
-    for n in graph:
-        n.metadata_props.clear()
-        n.doc_string = None
-        for value in n.outputs:
-            value.metadata_props.clear()
-            if value not in kept:
-                value.shape, value.type = None, None
-    model.metadata_props.clear()
-    model.ir_version = IR_VERSION
-    graph.opset_imports.clear()
-    graph.opset_imports.update({"": OPSET})
-    model.producer_name = "adx"
+    seal(model, IR_VERSION, {"": OPSET})

@@ -121,3 +121,23 @@ def prune(model: ir.Model) -> None:
         n for n, value in model.graph.initializers.items() if not value.uses() and not value.is_graph_output()
     ]:
         del model.graph.initializers[name]
+
+
+def seal(model: ir.Model, ir_version: int, opsets: Mapping[str, int]) -> None:
+    """Make a lowered graph ready to be written: versions set, notes of the trace and inner shapes dropped.
+
+    Shapes of inner values described the semantic graph; whoever loads the file infers them anew.
+    """
+    outputs = set(model.graph.outputs)
+    for each in model.graph:
+        each.metadata_props.clear()
+        each.doc_string = None
+        for value in each.outputs:
+            value.metadata_props.clear()
+            if value not in outputs:
+                value.shape, value.type = None, None
+    model.metadata_props.clear()
+    model.ir_version = ir_version
+    model.graph.opset_imports.clear()
+    model.graph.opset_imports.update(opsets)
+    model.producer_name = "adx"

@@ -1,0 +1,98 @@
+"""What an export is asked for, and what it gives, as frozen values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adx.export.spec import Precision
+
+ORT_CPU = "ort-cpu"
+PORTABLE_OPSET = 23
+ALGORITHMS = {"int8": "smoothquant", "int4": "rtn"}  # the default of each quantized precision
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export, and how.
+
+    Attributes:
+        model: a Hugging Face folder, a hub id or a .gguf file.
+        out: the bundle's folder.
+        precision: of the weights.
+        targets: engines to compile.
+        max_batch_size: rows that the engine shall accept at most; None: no bound.
+        max_input_len: tokens of a prompt; None: as many as the sequence may have.
+        max_seq_len: tokens of prompt and reply together; None: the model's context.
+        quant_algo: `rtn` (round to nearest) or `smoothquant`; None: what suits the precision.
+        group_size: weights that share a scale, -1 for whole rows; None: what suits each layer.
+        nodes_to_exclude: regular expressions of layers that stay in float.
+        keep_onnx: put the portable graphs in the bundle.
+        full_logits: the portable prefill graph keeps the logits of all positions.
+        task: accepted for callers that name it; text generation is the only one.
+        opset: of the portable graphs.
+        atol: largest absolute logit error, in place of the precision's own bound.
+        rtol: the same, as a part of the reference's logit range.
+        trust_remote_code: let the checkpoint's own Python code run.
+        offline: never contact the hub.
+        seed: of the text that the model writes to be calibrated on, and of the rows that parity compares.
+        force: replace a bundle that is there.
+        allow_parity_failure: keep a bundle that misses its bounds.
+        threads: of the engine and of PyTorch in the comparison; None: what this process may use.
+    """
+
+    model: str
+    out: Path
+    precision: Precision
+    targets: tuple[str, ...] = (ORT_CPU,)
+    max_batch_size: int | None = None
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    quant_algo: str | None = None
+    group_size: int | None = None
+    nodes_to_exclude: tuple[str, ...] = ()
+    keep_onnx: bool = False
+    full_logits: bool = False
+    task: str | None = None
+    opset: int | None = None
+    atol: float | None = None
+    rtol: float | None = None
+    trust_remote_code: bool = False
+    offline: bool = False
+    seed: int = 0
+    force: bool = False
+    allow_parity_failure: bool = False
+    threads: int | None = None
+    command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
+
+    @property
+    def algorithm(self) -> str | None:
+        """The quantization algorithm in force; None for float."""
+        return None if self.precision not in ALGORITHMS else self.quant_algo or ALGORITHMS[self.precision]
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export gave. Without `passed` the bundle is there only if the request allowed a parity failure."""
+
+    bundle: str
+    passed: bool
+    seconds: float
+    peak_rss_mb: float
+    bytes: int
+    targets: tuple[str, ...]
+    parity: Mapping[str, Any]
+    summary: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export would do, and roughly what it would take."""
+
+    lines: tuple[str, ...]
+    disk_bytes: int
+    memory_bytes: int
+    seconds: float
