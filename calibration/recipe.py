@@ -104,10 +104,11 @@ def _compiled(pattern: str, shapes: Mapping[str, object]) -> re.Pattern[str]:
 
 
 def _group(group_size: int | None, columns: int, default: int) -> int:
-    """The block of a group size; whole rows are one block, of the next power of two."""
+    """The block of a group size; whole rows are one block, of the next power of two, and no block is larger."""
     if group_size is None:
         return default
-    return max(16, 1 << (columns - 1).bit_length()) if group_size == -1 else group_size
+    row = max(16, 1 << (columns - 1).bit_length())
+    return row if group_size == -1 else min(group_size, row)
 
 
 def _int8_block(linear: Layer) -> int:

@@ -82,9 +82,9 @@ def summary_of(
     parity = figures.to_dict()
     lines = [
         f"quantized {quantized} of {len(recipe.layers)} linear layers ({kinds})",
-        f"parity {'passed' if figures.passed else 'FAILED'}: KL {parity['kl_mean']}, top-1 {parity['top1']}, "
-        f"perplexity ratio {parity['perplexity_ratio']}, largest logit error {parity['max_abs_logit_error']} "
-        f"of a range of {parity['logit_range']}",
+        f"parity {'passed' if figures.passed else 'FAILED'}: KL {_short(parity['kl_mean'])}, "
+        f"top-1 {_short(parity['top1'])}, perplexity ratio {_short(parity['perplexity_ratio'])}, "
+        f"largest logit error {_short(parity['max_abs_logit_error'])} of a range of {_short(parity['logit_range'])}",
     ]
     lines += [f"missed: {miss}" for miss in parity.get("misses", ())]
     if kept:
@@ -92,3 +92,8 @@ def summary_of(
     else:
         lines.append(f"{request.out} was not written; --allow-parity-failure keeps a bundle that misses its bounds")
     return tuple(lines)
+
+
+def _short(figure: float | None) -> str:
+    """Four digits; what is not finite is none in a report."""
+    return "not finite" if figure is None else f"{figure:.4g}"

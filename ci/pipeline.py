@@ -34,12 +34,14 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     Raises:
         AdxError: as `export_bundle`, for all that shows before the work begins.
     """
+    from adx.engines import ort_cpu
     from adx.export.checkpoint_load import load_config
     from adx.export.checkpoint_spec import estimate, model_spec
 
     checkpoint = _checked(request)
     spec = model_spec(checkpoint, load_config(checkpoint), request.max_seq_len)
     limits = _limits(request, spec)
+    ort_cpu.check_supported(spec.kv_cache)
     takes = estimate(checkpoint, spec, request.precision)
     kv = spec.kv_cache
     windows = sorted({w for w in kv.windows if w is not None})

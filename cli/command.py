@@ -121,7 +121,7 @@ class AdxCommand(click.Command):
             if spelling in self.spelling.unavailable:
                 raise click.UsageError(f"{given}: {self.spelling.unavailable[spelling]}", ctx)
         known = [*flags, *self.spelling.aliases, *self.spelling.unavailable]
-        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f", the closest is {closest[0]}" if closest else ""
         raise click.UsageError(f"no such option: {given}{hint}", ctx)
 

@@ -322,7 +322,11 @@ command = AdxCommand(
                 help="Bound of the logits' error relative to their range, in place of the precision's own.",
             ),
             integer_option(
-                "--seed", "Seed of the calibration text, and of the inputs that parity compares.", minimum=0, default=0
+                "--seed",
+                "Seed of the calibration text, and of the inputs that parity compares.",
+                minimum=0,
+                maximum=2**63 - 1,
+                default=0,
             ),
             click.Option(
                 ["--allow-parity-failure"], is_flag=True, help="Keep a bundle that misses its bound, marked so."

@@ -34,7 +34,9 @@ def parity_lines(parity: Mapping[str, Any] | None) -> list[str]:
     if parity.get("logit_range"):
         tolerance = f"  (bound <= {bound['rtol']:g} of it)" if bound.get("rtol") else ""
         lines[-1] += f", the logits span {parity['logit_range']:.4g}{tolerance}"
-    lines.append(f"  {'greedy tokens':<22}{'identical' if parity.get('greedy_identical') else 'differ'}")
+    lines.append(
+        f"  {'greedy tokens':<22}{'identical' if parity.get('greedy_identical') else 'differ (a bound at fp32 only)'}"
+    )
     lines += [f"  missed: {miss}" for miss in parity.get("misses") or ()]
     cases = parity.get("cases")
     counted = f" over {len(cases)} cases" if isinstance(cases, (list, tuple)) else ""

@@ -43,7 +43,7 @@ SPELLING = Spelling(
     },
     values={"--target": TARGET_NAMES},
     unavailable={
-        **dict.fromkeys(("--n", "--num-return-sequences", "--best-of", "--num-beams", "--num-beam-groups"), _BEAMS),
+        **dict.fromkeys(("--n", "--num-return-sequences", "--best-of", "--num-beam-groups"), _BEAMS),
         **dict.fromkeys(("--length-penalty", "--early-stopping", "--diversity-penalty"), _BEAMS),
         **dict.fromkeys(
             ("--json-schema", "--regex", "--grammar", "--choice", "--response-format", "--tools"), _GRAMMAR
@@ -104,7 +104,9 @@ SAMPLING = [
     click.Option(["--forced-bos-token-id"], type=int, metavar="ID", help="The token after a prompt of one token."),
     _list("--forced-eos-token-id", "Tokens of which one comes last where the length limit is reached."),
     _list("--eos-token-ids", "Tokens that end the text."),
-    click.Option(["--pad-token-id"], type=int, metavar="ID", help="Pads the rows of a batch that have ended."),
+    click.Option(
+        ["--num-beams"], type=int, metavar="N", help="1 turns the beams of a model's own settings off; more come later."
+    ),
     _flag("--ignore-eos", "Go on after a token that ends the text."),
     click.Option(["--stop"], multiple=True, metavar="TEXT", help="Text that ends the answer; repeatable."),
     _flag("--skip-special-tokens", "Leave special tokens out of the text."),

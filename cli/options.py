@@ -88,11 +88,13 @@ def bundle_argument() -> click.Argument:
     return click.Argument(["bundle"], type=click.Path(path_type=Path))
 
 
-def integer_option(name: str, help: str, *, minimum: int = 1, default: int | None = None) -> click.Option:
-    """An option that takes a whole number of at least `minimum`."""
+def integer_option(
+    name: str, help: str, *, minimum: int = 1, maximum: int | None = None, default: int | None = None
+) -> click.Option:
+    """An option that takes a whole number from `minimum` to `maximum`."""
     return click.Option(
         [name],
-        type=click.IntRange(min=minimum),
+        type=click.IntRange(minimum, maximum),
         default=default,
         metavar="N",
         help=help,

@@ -19,7 +19,7 @@ from adx.calibration.smoothing import smooth
 from adx.engines.ort_attention import MICROSOFT, AttentionLowering
 from adx.engines.ort_fusions import fuse_gates, fuse_norms, fuse_silu, select_logits_rows
 from adx.engines.ort_linears import LinearLowering
-from adx.export.errors import LoweringError
+from adx.export.errors import LoweringError, UnsupportedCheckpointError
 from adx.export.linears import LinearLayer, collect_linears
 from adx.export.portable import graph_spec
 from adx.export.rewrite import prune, seal
@@ -104,6 +104,18 @@ def compile(
     files = (GRAPH_FILE, WEIGHTS_FILE)
     graphs = tuple(graph_spec(model, phase, GRAPH_FILE) for phase in ("prefill", "decode"))
     return CompiledEngine(TARGET, files, graphs, {name: layer.shape for name, layer in layers.items()})
+
+
+def check_supported(kv_cache: KVCacheSpec) -> None:
+    """Refuse, before any work, a model whose attention the kernels do not take.
+
+    Raises:
+        UnsupportedCheckpointError: with what they take.
+    """
+    if kv_cache.head_dim % 8:
+        raise UnsupportedCheckpointError(
+            f"attention heads of {kv_cache.head_dim} elements: ONNX Runtime's GroupQueryAttention takes multiples of 8"
+        )
 
 
 def _static_cache(model: ir.Model, kv_cache: KVCacheSpec) -> None:

@@ -24,7 +24,7 @@ from adx.export.spec import (
 from adx.runtime.cache import KVCache
 from adx.runtime.hugepages import huge_pages_for_new_memory
 from adx.runtime.session import Logits, Tokens, Wanted
-from adx.runtime.threads import usable_threads
+from adx.runtime.threads import check_threads, usable_threads
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -48,9 +48,12 @@ class OrtSession:
             threads: to compute with; default: the CPUs that this process may use.
 
         Raises:
+            UsageError: the thread count is no number of threads that this machine has.
             BackendError: ONNX Runtime is not installed.
             BundleError: ONNX Runtime cannot load the graph.
         """
+        if threads is not None:
+            check_threads(threads)
         self.kv_cache = kv_cache
         self.vocab_size = vocab_size
         self.capacity = kv_cache.capacity
@@ -214,7 +217,13 @@ class _Step:
         np.add(before[:, None], self.offsets, out=self.position_ids)
         np.subtract(after, 1, out=self.seqlens_k, casting="same_kind")
         self.total[...] = after.max()
-        self.owner._session.run_with_iobinding(self.binding)
+        try:
+            self.owner._session.run_with_iobinding(self.binding)
+        except Exception as error:  # ONNX Runtime's exceptions have no common base below Exception
+            raise BundleError(
+                f"ONNX Runtime failed in the engine: {str(error).splitlines()[0]}; adx verify tells whether the bundle "
+                "is as it was written"
+            ) from error
         return self.logits
 
 

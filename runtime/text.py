@@ -84,9 +84,9 @@ class TextCodec:
         An empty text is the beginning-of-text token alone.
 
         Raises:
-            UsageError: the text gives no token, and there is no beginning-of-text token.
+            UsageError: the text is no Unicode, or gives no token, and there is no beginning-of-text token.
         """
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(_unicode(text)).ids
         if ids:
             return ids
         if self._bos is None:
@@ -102,7 +102,7 @@ class TextCodec:
             UsageError: there is no template, or it refuses these messages.
         """
         rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(_unicode(rendered), add_special_tokens=False).ids
         return ids
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -199,3 +199,18 @@ _CLEANED = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
+
+
+def _unicode(text: str) -> str:
+    """The text, unless it holds half of a surrogate pair, as bytes that are not UTF-8 give on a command line.
+
+    Raises:
+        UsageError: it does.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the prompt is not valid UTF-8 at character {error.start}: give it as Unicode text"
+        ) from error
+    return text

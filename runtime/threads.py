@@ -6,6 +6,8 @@ import math
 import os
 from pathlib import Path
 
+from adx.export.errors import UsageError
+
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -14,6 +16,17 @@ def usable_threads() -> int:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota()
     return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
+
+
+def check_threads(threads: object) -> None:
+    """Refuse what is no number of threads: each one more than the machine has CPUs only waits for the others.
+
+    Raises:
+        UsageError: it is no whole number from 1 to the machine's CPUs.
+    """
+    most = max(os.cpu_count() or 1, usable_threads())
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= most:
+        raise UsageError(f"threads: {threads!r} is not a whole number from 1 to {most}, the CPUs of this machine")
 
 
 def cgroup_quota(root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -537,12 +538,14 @@ def test_a_second_export_leaves_nothing_of_the_first(llama: Traced, tmp_path: Pa
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     second = export(llama.checkpoint, out, "int8", force=True)
     assert second.bytes == folder_bytes(out) < first.bytes
-    fresh = compiled(llama, "int8", tmp_path / "fresh")
+    fresh = tmp_path / "fresh"
+    export(llama.checkpoint, fresh, "int8")
     assert not (out / "onnx").exists()
     assert {path.name for path in (out / "engines").rglob("*")} == {
         path.name for path in (fresh / "engines").rglob("*")
     }
     data = out / ort_cpu.WEIGHTS_FILE
-    assert data.read_bytes() == (fresh / ort_cpu.WEIGHTS_FILE).read_bytes()
+    hashes = {hashlib.sha256(path.read_bytes()).hexdigest() for path in (data, fresh / ort_cpu.WEIGHTS_FILE)}
+    assert len(hashes) == 1
     assert referenced_bytes([out / ort_cpu.GRAPH_FILE]) >= 0.99 * data.stat().st_size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "out"]
