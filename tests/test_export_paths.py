@@ -225,7 +225,7 @@ def test_a_good_bundle_survives_a_failed_replacement(
     assert not export(checkpoint, out, atol=NEVER, force=True).passed
     assert contents(out) == before
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise LoweringError("put in by the test")
 
     monkeypatch.setattr("adx.engines.ort_cpu.compile", fail)
