@@ -34,12 +34,18 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     Raises:
         AdxError: as `export_bundle`, for all that shows before the work begins.
     """
-    from adx.engines import ort_cpu
     from adx.export.checkpoint_load import load_config
-    from adx.export.checkpoint_spec import estimate, model_spec
+    from adx.export.checkpoint_spec import model_spec
 
     checkpoint = _checked(request)
-    spec = model_spec(checkpoint, load_config(checkpoint), request.max_seq_len)
+    return _plan(request, checkpoint, model_spec(checkpoint, load_config(checkpoint), request.max_seq_len))
+
+
+def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> ExportPlan:
+    """The plan, after the last checks that need no weights."""
+    from adx.engines import ort_cpu
+    from adx.export.checkpoint_spec import estimate
+
     limits = _limits(request, spec)
     ort_cpu.check_supported(spec.kv_cache)
     takes = estimate(checkpoint, spec, request.precision)
@@ -88,7 +94,7 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
     config = load_config(checkpoint)
     spec = model_spec(checkpoint, config, request.max_seq_len)
     limits = _limits(request, spec)
-    check_free_space(request.out, plan_export(request).disk_bytes)
+    check_free_space(request.out, _plan(request, checkpoint, spec).disk_bytes)
     with BundleWriter(request.out, force=request.force) as writer:
         digest = weights_sha256(checkpoint, lambda done, total: report("hashing the weights", done / max(total, 1)))
         spec = model_spec(checkpoint, config, request.max_seq_len, weights_sha256=digest)
