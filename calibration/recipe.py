@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from adx.calibration.activations import InputQuantization
+from adx.calibration.channels import ChannelScheme
 from adx.calibration.weights import BlockScheme
 from adx.export.errors import UsageError
 from adx.export.spec import Precision
@@ -14,6 +16,8 @@ from adx.export.spec import Precision
 INT4_GROUP = 64
 # At 8 bits the error is that of the activations, which share the weights' blocks; the head's input cannot be smoothed.
 INT8_GROUPS = {"head": 32, "other": 64}
+# Inputs that 8 bits with one static scale would disturb more than this (see `InputQuantization.noise`) stay float.
+INPUT_NOISE = 1e-3
 
 
 class Layer(Protocol):
@@ -32,7 +36,7 @@ class Layer(Protocol):
 class LayerRecipe:
     """One layer's scheme, or None for float, and the reason where it departs from the recipe's precision."""
 
-    scheme: BlockScheme | None
+    scheme: BlockScheme | ChannelScheme | None
     reason: str | None = None
 
 
@@ -48,7 +52,7 @@ class QuantRecipe:
 
     precision: Precision
     layers: Mapping[str, LayerRecipe]
-    embedding: BlockScheme | None = None
+    embedding: BlockScheme | ChannelScheme | None = None
 
 
 def make_recipe(
@@ -91,6 +95,49 @@ def make_recipe(
     if all(layer.scheme is None for layer in layers.values()):
         raise UsageError(f"no layer would be quantized to {precision}: exclude fewer")
     return QuantRecipe(precision, layers, BlockScheme(8, INT8_GROUPS["head"]))
+
+
+def make_channel_recipe(
+    precision: Precision,
+    linears: Mapping[str, Layer],
+    *,
+    inputs: Mapping[str, InputQuantization] | None = None,
+    exclude: Sequence[str] = (),
+) -> QuantRecipe:
+    """The recipe of a precision for kernels that take one scale per output channel (TensorRT's).
+
+    Args:
+        precision: `fp16` or `int8`.
+        linears: every linear layer by name.
+        inputs: how each layer's input would be quantized; None: weights alone are quantized.
+        exclude: as `make_recipe`.
+
+    Raises:
+        UsageError: as `make_recipe`.
+    """
+    if precision == "fp16":
+        if exclude:
+            raise UsageError("nodes to exclude have no effect at fp16: choose int8")
+        return QuantRecipe(precision, dict.fromkeys(linears, LayerRecipe(None)))
+    patterns = [_compiled(pattern, linears) for pattern in exclude]
+    layers: dict[str, LayerRecipe] = {}
+    for name in linears:
+        matched = next((p.pattern for p in patterns if p.search(name)), None)
+        found = None if inputs is None else inputs.get(name)
+        if matched is not None:
+            layers[name] = LayerRecipe(None, f"excluded by {matched!r}")
+        elif found is None or linears[name].role == "head":
+            # Noise in the head's input is noise in the logits, with no layer after it to average over.
+            reason = None if inputs is None else "its input stays float: it makes the logits"
+            layers[name] = LayerRecipe(ChannelScheme(), reason)
+        elif found.noise > INPUT_NOISE:
+            reason = f"its input stays float: in 8 bits its noise would be {found.noise:.2g} of it"
+            layers[name] = LayerRecipe(ChannelScheme(), reason)
+        else:
+            layers[name] = LayerRecipe(ChannelScheme(found.scale))
+    if all(layer.scheme is None for layer in layers.values()):
+        raise UsageError(f"no layer would be quantized to {precision}: exclude fewer")
+    return QuantRecipe(precision, layers, ChannelScheme())
 
 
 def _compiled(pattern: str, shapes: Mapping[str, object]) -> re.Pattern[str]:

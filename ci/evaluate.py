@@ -53,6 +53,7 @@ def evaluate_bundle(
     text_file: str | os.PathLike[str],
     reference: str | None = None,
     *,
+    target: str | None = None,
     threads: int | None = None,
     max_tokens: int | None = None,
     window: int = WINDOW,
@@ -64,6 +65,7 @@ def evaluate_bundle(
         path: the bundle.
         text_file: UTF-8 text.
         reference: the checkpoint to compare with, or None.
+        target: which of its engines to run; default: its first.
         threads: threads of both; default: what this process may use.
         max_tokens: read only the text's first tokens.
         window: tokens read in one go; each window starts without memory of the one before.
@@ -88,7 +90,7 @@ def evaluate_bundle(
     if max_tokens is not None:
         corpus = Corpus(corpus.tokens[:max_tokens], corpus.prefix)
     report("loading the engine", None)
-    session = load(bundle.path, threads=threads).session
+    session = load(bundle.path, target=target, threads=threads).session
     torch_model = None
     if reference is not None:
         report("loading the reference", None)

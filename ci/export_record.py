@@ -2,81 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adx.ci.export_request import ExportRequest
 from adx.export.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from adx.calibration.recipe import QuantRecipe
-    from adx.calibration.samples import CalibrationSamples
+    from adx.calibration.recipe import LayerRecipe
+    from adx.ci.built import Built
     from adx.ci.figures import ParityFigures
-    from adx.engines.ort_cpu import CompiledEngine
-    from adx.export.manifest import Limits, Manifest
+    from adx.export.manifest import EngineRecord, LayerQuantization, Limits, Manifest
+    from adx.export.spec import GraphSpec
 
 
 def manifest_of(
     request: ExportRequest,
     spec: ModelSpec,
     limits: Limits,
-    engine: CompiledEngine,
-    recipe: QuantRecipe,
-    samples: CalibrationSamples | None,
-    portable: tuple[Any, ...],
+    built: Built,
+    plans: tuple[EngineRecord, ...],
+    portable: tuple[GraphSpec, ...],
     figures: ParityFigures,
 ) -> Manifest:
-    """The manifest of a bundle whose files are written but not hashed."""
-    from adx.export.manifest import (
-        EngineRecord,
-        ExcludedNode,
-        LayerQuantization,
-        Manifest,
-        QuantizationRecord,
-        adx_version,
-        provenance,
-    )
+    """The manifest of a bundle whose files are written but not hashed; plans come first among its engines."""
+    from adx.export.manifest import ExcludedNode, Manifest, QuantizationRecord, adx_version, provenance
 
-    layers = tuple(
-        LayerQuantization(
-            name,
-            32 if layer.scheme is None else layer.scheme.bits,
-            "float" if layer.scheme is None else "symmetric" if layer.scheme.symmetric else "asymmetric",
-            None if layer.scheme is None else layer.scheme.block_size,
-            layer.reason,
-        )
-        for name, layer in recipe.layers.items()
-    )
+    layers = tuple(_layer_record(name, layer, built.float_bits) for name, layer in built.recipe.layers.items())
     excluded = tuple(
         ExcludedNode(name, layer.reason or "")
-        for name, layer in recipe.layers.items()
-        if layer.scheme is None and request.precision != "fp32"
+        for name, layer in built.recipe.layers.items()
+        if layer.scheme is None and request.algorithm is not None
     )
-    made_by = provenance(request.command)
-    built_with = {name: version for name, version in made_by.packages.items() if "onnx" in name}
-    by_phase = {graph.phase: graph.file for graph in engine.graphs}
-    record = EngineRecord(
-        engine.target, engine.files, by_phase["prefill"], by_phase["decode"], built_with, None, None, limits
-    )
+    digest = built.samples.sha256 if built.samples else None
     return Manifest(
         adx_version(),
         spec,
-        (*portable, *engine.graphs),
-        QuantizationRecord(request.precision, samples.sha256 if samples else None, layers, excluded),
-        (record,),
+        (*portable, *built.graphs),
+        QuantizationRecord(built.bound, digest, layers, excluded),
+        (*plans, *built.engines),
         limits,
         {key: value for key, value in figures.to_dict().items() if key != "cases"},
-        made_by,
+        provenance(request.command),
     )
 
 
+def _layer_record(name: str, layer: LayerRecipe, float_bits: int) -> LayerQuantization:
+    from adx.export.manifest import LayerQuantization
+
+    scheme = layer.scheme
+    if scheme is None:
+        return LayerQuantization(name, float_bits, "float", None, layer.reason)
+    kind = "symmetric" if scheme.symmetric else "asymmetric"
+    if getattr(scheme, "input_scale", None) is not None:
+        kind += ", activations too"
+    return LayerQuantization(name, scheme.bits, kind, scheme.block_size, layer.reason)
+
+
 def summary_of(
-    request: ExportRequest, recipe: QuantRecipe, figures: ParityFigures, size: int, kept: bool, seconds: float
+    request: ExportRequest,
+    built: Built,
+    plans: tuple[EngineRecord, ...],
+    figures: ParityFigures,
+    size: int,
+    kept: bool,
+    seconds: float,
 ) -> tuple[str, ...]:
     """What was quantized, the figures of parity, and where the bundle is, for people."""
+    recipe = built.recipe
     quantized = sum(layer.scheme is not None for layer in recipe.layers.values())
     bits: dict[str, int] = {}
     for layer in recipe.layers.values():
-        name = "float32" if layer.scheme is None else layer.scheme.name
+        name = f"float{built.float_bits}" if layer.scheme is None else layer.scheme.name
         bits[name] = bits.get(name, 0) + 1
     kinds = ", ".join(f"{count} x {name}" for name, count in bits.items())
     parity = figures.to_dict()
@@ -87,6 +83,10 @@ def summary_of(
         f"largest logit error {_short(parity['max_abs_logit_error'])} of a range of {_short(parity['logit_range'])}",
     ]
     lines += [f"missed: {miss}" for miss in parity.get("misses", ())]
+    lines += [f"{plan.target} {plan.compute_capability}: {plan.prefill} and {plan.decode}" for plan in plans]
+    if kept and request.plan_targets and not request.build:
+        targets = " ".join(f"--target {target}" for target in request.plan_targets)
+        lines.append(f"no plans yet; on the host that has the GPU: adx compile {request.out} {targets}")
     if kept:
         lines.append(f"{request.out}: {size / 1e6:,.1f} MB in {seconds:,.0f} s")
     else:

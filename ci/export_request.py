@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adx.calibration.activations import Method
+from adx.engines.tensorrt import PlanRequest
 from adx.export.spec import Precision
 
 ORT_CPU = "ort-cpu"
+ORT_CUDA = "ort-cuda"
+TENSORRT = ("tensorrt", "tensorrt-rtx")
+STATIC = (*TENSORRT, ORT_CUDA)  # targets that run the graphs over a preallocated cache
 PORTABLE_OPSET = 23
 ALGORITHMS = {"int8": "smoothquant", "int4": "rtn"}  # the default of each quantized precision
 
@@ -28,8 +33,15 @@ class ExportRequest:
         max_input_len: tokens of a prompt; None: as many as the sequence may have.
         max_seq_len: tokens of prompt and reply together; None: the model's context.
         quant_algo: `rtn` (round to nearest) or `smoothquant`; None: what suits the precision.
+        weights_only: at int8 on TensorRT targets, leave activations in float16.
+        calib_data: text to calibrate on; None: the model writes it.
+        calib_size: samples at most; None: what suits the data.
+        calib_seq_len: tokens of a sample; None: the same.
+        calib_method: how scales of activations are chosen.
         group_size: weights that share a scale, -1 for whole rows; None: what suits each layer.
         nodes_to_exclude: regular expressions of layers that stay in float.
+        plans: how TensorRT builds.
+        build: compile TensorRT plans now; otherwise the bundle holds what they are compiled from (`adx compile`).
         keep_onnx: put the portable graphs in the bundle.
         full_logits: the portable prefill graph keeps the logits of all positions.
         task: accepted for callers that name it; text generation is the only one.
@@ -52,8 +64,15 @@ class ExportRequest:
     max_input_len: int | None = None
     max_seq_len: int | None = None
     quant_algo: str | None = None
+    weights_only: bool = False
+    calib_data: Path | None = None
+    calib_size: int | None = None
+    calib_seq_len: int | None = None
+    calib_method: Method = "minmax"
     group_size: int | None = None
     nodes_to_exclude: tuple[str, ...] = ()
+    plans: PlanRequest = field(default_factory=PlanRequest)
+    build: bool = True
     keep_onnx: bool = False
     full_logits: bool = False
     task: str | None = None
@@ -72,6 +91,26 @@ class ExportRequest:
     def algorithm(self) -> str | None:
         """The quantization algorithm in force; None for float."""
         return None if self.precision not in ALGORITHMS else self.quant_algo or ALGORITHMS[self.precision]
+
+    @property
+    def static(self) -> bool:
+        """Whether its targets run the graphs over a preallocated cache."""
+        return any(target in STATIC for target in self.targets)
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether activations get static scales."""
+        return self.static and self.precision == "int8" and not self.weights_only
+
+    @property
+    def bound(self) -> str:
+        """The row of the parity table that the bundle must keep."""
+        return "int8-activations" if self.quantizes_activations else self.precision
+
+    @property
+    def plan_targets(self) -> tuple[str, ...]:
+        """Its targets that need plans."""
+        return tuple(target for target in self.targets if target in TENSORRT)
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,7 @@ def verify_bundle(
     path: str | os.PathLike[str],
     reference: str | None = None,
     *,
+    target: str | None = None,
     threads: int | None = None,
     full: bool = False,
     report: Report = quiet,
@@ -292,6 +293,7 @@ def verify_bundle(
     Args:
         path: the bundle.
         reference: the checkpoint that it was made from (a folder, a hub id or a .gguf file), or None.
+        target: which of its engines to compare; default: its first.
         threads: threads of both; default: what this process may use.
         full: compare at four times as many positions.
         report: told how far it is.
@@ -308,11 +310,13 @@ def verify_bundle(
     if reference is None:
         recorded = {**bundle.manifest.parity, "recorded": True}
         return VerifyResult(recorded["passed"] is not False, integrity, recorded)
-    figures = _bundle_figures(bundle, reference, threads, FULL_POSITIONS if full else POSITIONS, report)
+    figures = _bundle_figures(bundle, reference, target, threads, FULL_POSITIONS if full else POSITIONS, report)
     return VerifyResult(figures.passed, integrity, figures.to_dict())
 
 
-def _bundle_figures(bundle: Bundle, source: str, threads: int | None, positions: int, report: Report) -> ParityFigures:
+def _bundle_figures(
+    bundle: Bundle, source: str, target: str | None, threads: int | None, positions: int, report: Report
+) -> ParityFigures:
     from adx.runtime import load
 
     manifest = bundle.manifest
@@ -321,7 +325,7 @@ def _bundle_figures(bundle: Bundle, source: str, threads: int | None, positions:
     except UsageError as error:
         raise BundleError(f"{bundle.path}: its quantization recipe is of no known precision: {error}") from error
     report("loading the engine", None)
-    session = load(bundle.path, threads=threads).session
+    session = load(bundle.path, target=target, threads=threads).session
     report("loading the reference", None)
     reference = Reference.load(source, threads=session.threads)
     return measure_parity(

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from adx.ci.built import Built, Source
 from adx.ci.export_record import manifest_of, summary_of
-from adx.ci.export_request import ORT_CPU, PORTABLE_OPSET, ExportPlan, ExportRequest, ExportResult
+from adx.ci.export_request import PORTABLE_OPSET, ExportPlan, ExportRequest, ExportResult
 from adx.ci.progress import Report, quiet
+from adx.ci.targets import check_targets
 from adx.export.errors import BackendError, UsageError
 from adx.export.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from adx.calibration.ranges import Ranges
-    from adx.calibration.recipe import QuantRecipe
-    from adx.calibration.samples import CalibrationSamples
     from adx.ci.figures import ParityFigures
-    from adx.engines.ort_cpu import CompiledEngine
     from adx.export.checkpoint import Checkpoint
-    from adx.export.linears import LinearLayer
-    from adx.export.manifest import Limits
+    from adx.export.manifest import EngineRecord, Limits
+    from adx.export.spec import GraphSpec
+    from adx.export.trace import SemanticGraph
 
 __all__ = ["ExportPlan", "ExportRequest", "ExportResult", "export_bundle", "plan_export"]
 
@@ -43,11 +42,11 @@ def plan_export(request: ExportRequest) -> ExportPlan:
 
 def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> ExportPlan:
     """The plan, after the last checks that need no weights."""
-    from adx.engines import ort_cpu
+    from adx.engines import ort_cpu, static_graphs
     from adx.export.checkpoint_spec import estimate
 
     limits = _limits(request, spec)
-    ort_cpu.check_supported(spec.kv_cache)
+    (static_graphs if request.static else ort_cpu).check_supported(spec.kv_cache)
     takes = estimate(checkpoint, spec, request.precision)
     kv = spec.kv_cache
     windows = sorted({w for w in kv.windows if w is not None})
@@ -81,7 +80,8 @@ def export_bundle(request: ExportRequest, report: Report = quiet) -> ExportResul
 
 
 def _export(request: ExportRequest, report: Report) -> ExportResult:
-    from adx.engines import ort_cpu
+    from adx.ci.build_cpu import build_cpu
+    from adx.ci.build_static import build_static
     from adx.export.bundle import Bundle, BundleWriter, check_free_space
     from adx.export.checkpoint_load import load_config, load_model
     from adx.export.checkpoint_spec import model_spec, weights_sha256
@@ -98,47 +98,57 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
     with BundleWriter(request.out, force=request.force) as writer:
         digest = weights_sha256(checkpoint, lambda done, total: report("hashing the weights", done / max(total, 1)))
         spec = model_spec(checkpoint, config, request.max_seq_len, weights_sha256=digest)
+        if request.static:
+            spec = dataclasses.replace(spec, kv_cache=dataclasses.replace(spec.kv_cache, dtype="float16"))
         report("loading the weights", None)
         model = load_model(checkpoint, config=config)
         save_text_files(checkpoint, writer.folder, config=config)
-        ranges, samples = _calibrated(request, model, writer.folder, report)
         report("tracing the model", None)
         semantic = trace(model, spec.kv_cache)
-        made: list[QuantRecipe] = []
-        if request.keep_onnx:
-            from adx.export.portable import write_portable
-
-            report("writing the portable graphs", None)
-            portable = write_portable(semantic, writer.folder, full_logits=request.full_logits)
-        else:
-            portable = ()
-        count = sum(1 for n in semantic.model.graph if n.op_type == "Linear")
-        engine = ort_cpu.compile(
-            semantic,
-            lambda layers: _remember(made, _recipe(request, layers)),
-            writer.folder,
-            ranges=ranges,
-            progress=_counter(report, f"storing the weights in {request.precision}", count),
-        )
-        del semantic
-        (recipe,) = made
-        figures = _parity(request, spec, limits, engine, writer.folder, model, report)
+        portable = _portable(request, semantic, writer.folder, report)
+        source = Source(request, spec, limits, writer.folder, model, semantic, report)
+        built = build_static(source) if request.static else build_cpu(source)
+        figures = _parity(source, built)
         _write_report(writer.folder, figures)
-        manifest = manifest_of(request, spec, limits, engine, recipe, samples, portable, figures)
-        passed = figures.passed
-        if passed or request.allow_parity_failure:
+        kept = figures.passed or request.allow_parity_failure
+        plans = _plans(source, built) if kept else ()
+        if kept:
+            manifest = manifest_of(request, spec, limits, built, plans, portable, figures)
             writer.commit(manifest, lambda done, total: report("hashing the bundle", done / max(total, 1)))
-    kept = passed or request.allow_parity_failure
     size = Bundle.open(request.out).total_bytes() if kept else 0
+    seconds = time.perf_counter() - started
     return ExportResult(
         str(request.out),
-        passed,
-        round(time.perf_counter() - started, 1),
+        figures.passed,
+        round(seconds, 1),
         round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         size,
         request.targets,
         figures.to_dict(),
-        summary_of(request, recipe, figures, size, kept, time.perf_counter() - started),
+        summary_of(request, built, plans, figures, size, kept, seconds),
+    )
+
+
+def _portable(request: ExportRequest, semantic: SemanticGraph, folder: Path, report: Report) -> tuple[GraphSpec, ...]:
+    if not request.keep_onnx:
+        return ()
+    from adx.export.portable import write_portable
+
+    report("writing the portable graphs", None)
+    return write_portable(semantic, folder, full_logits=request.full_logits)
+
+
+def _plans(source: Source, built: Built) -> tuple[EngineRecord, ...]:
+    """Plans of every TensorRT target, once the graphs that they are built from have passed."""
+    from adx.engines import tensorrt
+
+    if not source.request.build:
+        return ()
+    graphs = tensorrt.GraphSource(source.folder, built.graphs, source.spec.kv_cache, source.limits)
+    return tuple(
+        engine
+        for target in source.request.plan_targets
+        for engine in tensorrt.compile(graphs, target, source.request.plans, source.report)
     )
 
 
@@ -147,14 +157,7 @@ def _checked(request: ExportRequest) -> Checkpoint:
     from adx.export.bundle import check_output
     from adx.export.checkpoint import resolve
 
-    if request.precision in ("fp16", "bf16") and ORT_CPU in request.targets:
-        raise UsageError(
-            f"{request.precision} on ort-cpu: ONNX Runtime's CPU kernels compute attention, norms and matrix products "
-            "in float32, so a 16-bit graph would be refused or converted at every node; choose --fp32, --int8 or --int4"
-        )
-    unknown = [target for target in request.targets if target != ORT_CPU]
-    if unknown:
-        raise BackendError(f"target {', '.join(unknown)} is not built by this release of adx; it builds {ORT_CPU}")
+    check_targets(request)
     if request.opset not in (None, PORTABLE_OPSET):
         raise UsageError(
             f"--opset {request.opset}: the portable graphs are of opset {PORTABLE_OPSET}, the first with Attention, "
@@ -176,6 +179,7 @@ def _require_onnxruntime() -> None:
 
 
 def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
+    from adx.engines.tensorrt import bounded
     from adx.export.manifest import Limits
 
     capacity = spec.kv_cache.capacity
@@ -184,77 +188,29 @@ def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
         raise UsageError(f"--max-input-len {prompt}: a prompt can have 1 to {capacity} tokens, the sequence's limit")
     if request.max_batch_size is not None and request.max_batch_size < 1:
         raise UsageError(f"--max-batch-size {request.max_batch_size}: at least 1")
-    return Limits(request.max_batch_size, prompt, capacity)
+    limits = Limits(request.max_batch_size, prompt, capacity)
+    return bounded(limits) if request.plan_targets else limits
 
 
-def _calibrated(
-    request: ExportRequest, model: Any, folder: Path, report: Report
-) -> tuple[Ranges | None, CalibrationSamples | None]:
-    """Ranges of the layers' inputs, and the samples they were measured on; the samples are kept in the bundle."""
-    from adx.calibration.ranges import input_ranges
-    from adx.calibration.samples import write_samples
-
-    if request.algorithm != "smoothquant":
-        return None, None
-    report("letting the model write calibration text", None)
-    samples = write_samples(model, seed=request.seed)
-    path = folder / "reports" / "calibration.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(samples.to_dict()) + "\n", encoding="utf-8")
-    report("measuring activations", None)
-    return input_ranges(model, samples), samples
-
-
-def _recipe(request: ExportRequest, layers: Mapping[str, LinearLayer]) -> QuantRecipe:
-    from adx.calibration.recipe import make_recipe
-
-    return make_recipe(request.precision, layers, group_size=request.group_size, exclude=request.nodes_to_exclude)
-
-
-def _remember(made: list[QuantRecipe], recipe: QuantRecipe) -> QuantRecipe:
-    made.append(recipe)
-    return recipe
-
-
-def _counter(report: Report, stage: str, total: int) -> Any:
-    done = 0
-
-    def count(_name: str) -> None:
-        nonlocal done
-        done += 1
-        report(stage, done / max(total, 1))
-
-    return count
-
-
-def _parity(
-    request: ExportRequest,
-    spec: ModelSpec,
-    limits: Limits,
-    engine: CompiledEngine,
-    folder: Path,
-    model: Any,
-    report: Report,
-) -> ParityFigures:
+def _parity(source: Source, built: Built) -> ParityFigures:
     from adx.ci.bounds import bound_of
     from adx.ci.corpus import load_corpus
     from adx.ci.parity import measure_parity
     from adx.ci.reference import Reference
-    from adx.runtime.ort_session import OrtSession
 
-    report("loading the engine", None)
-    session = OrtSession(folder / engine.graphs[0].file, spec.kv_cache, spec.vocab_size, threads=request.threads)
-    session.max_batch_size = limits.max_batch_size
-    tokenizer = folder / "tokenizer.json"
+    request, spec = source.request, source.spec
+    source.report("loading the engine", None)
+    session = built.open()
+    tokenizer = source.folder / "tokenizer.json"
     return measure_parity(
         session,
-        Reference(model, threads=session.threads),
+        Reference(source.model, threads=session.threads),
         load_corpus(spec.vocab_size, tokenizer if tokenizer.exists() else None),
-        bound_of(request.precision, atol=request.atol, rtol=request.rtol),
-        max_input_len=limits.max_input_len,
+        bound_of(built.bound, atol=request.atol, rtol=request.rtol),
+        max_input_len=source.limits.max_input_len,
         windows=spec.kv_cache.windows,
         seed=request.seed,
-        report=report,
+        report=source.report,
     )
 
 

@@ -13,6 +13,7 @@ from adx.cli import machine
 from adx.cli.command import AdxCommand, Spelling, Values
 from adx.cli.options import TARGET_ALIASES, TARGET_NAMES, TARGETS
 from adx.cli.output import Output
+from adx.engines.devices import Gpu, gpus
 from adx.export.errors import BackendError
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ PACKAGES = ("adx-toolchain", "torch", "transformers", "onnx", "onnx-ir", "numpy"
 
 def run(values: Values, output: Output) -> int:
     """Look at the machine; a target that was named and cannot be used is an error."""
-    cpu, gpus = machine.cpu(), machine.gpus()
-    backends = machine.backends(gpus)
+    cpu, devices = machine.cpu(), gpus()
+    backends = machine.backends(devices)
     memory, available = machine.memory_bytes()
     disk, free = machine.disk_bytes(Path.cwd())
     facts = {
@@ -37,7 +38,7 @@ def run(values: Values, output: Output) -> int:
             "cgroup_cpus": cpu.quota,
             "usable_cpus": cpu.usable,
         },
-        "gpus": gpus,
+        "gpus": devices,
         "memory_bytes": memory,
         "memory_available_bytes": available,
         "disk_bytes": disk,
@@ -46,24 +47,27 @@ def run(values: Values, output: Output) -> int:
         "python": sys.version.split()[0],
         "packages": machine.installed(*PACKAGES),
     }
-    output.result(facts, describe(facts, cpu, backends, gpus))
+    output.result(facts, describe(facts, cpu, backends, devices))
     for item in backends:
         if item.target == values["target"] and not item.usable:
-            output.error(f"{item.target} cannot be used here: {'; '.join(item.missing)}")
+            partly = " (it can be built)" if item.builds else ""
+            output.error(f"{item.target} cannot be run here{partly}: {'; '.join(item.missing)}")
             return BackendError.exit_code
     return 0
 
 
 def describe(
-    facts: dict[str, object], cpu: machine.Cpu, backends: tuple[machine.Backend, ...], gpus: tuple[machine.Gpu, ...]
+    facts: dict[str, object], cpu: machine.Cpu, backends: tuple[machine.Backend, ...], devices: tuple[Gpu, ...]
 ) -> list[RenderableType]:
     """The machine, for people."""
     from rich.table import Table
 
-    table = Table("target", "usable", "installed", "missing")
+    table = Table("target", "build", "run", "installed", "missing")
     for item in backends:
         versions = ", ".join(f"{name} {version}" for name, version in item.versions.items())
-        table.add_row(item.target, "yes" if item.usable else "no", versions or "-", "; ".join(item.missing) or "-")
+        build = ", ".join(item.builds_for) or ("yes" if item.builds else "no")
+        run = "yes" if item.runs else "no"
+        table.add_row(item.target, build, run, versions or "-", "; ".join(item.missing) or "-")
     quota = "no limit" if cpu.quota is None else f"{cpu.quota:g}"
     packages = facts["packages"]
     assert isinstance(packages, dict)
@@ -73,7 +77,7 @@ def describe(
         f"CPU       {cpu.model}",
         f"          {', '.join(cpu.features) or 'no vector extensions known to adx'}",
         f"          usable {cpu.usable} (host {cpu.host}, affinity {cpu.affinity}, cgroup {quota})",
-        f"GPU       {', '.join(f'{gpu.name} ({gpu.capability})' for gpu in gpus) or 'none'}",
+        f"GPU       {', '.join(f'{gpu.name} ({gpu.capability})' for gpu in devices) or 'none'}",
         f"memory    {gigabytes['memory_bytes']}, {gigabytes['memory_available_bytes']} available",
         f"disk      {gigabytes['disk_free_bytes']} free of {gigabytes['disk_bytes']} in {Path.cwd()}",
         f"system    {facts['platform']}, Python {facts['python']}",
@@ -90,7 +94,9 @@ command = AdxCommand(
     sections={
         "Machine": [
             click.Option(
-                ["-e", "--target"], type=click.Choice(list(TARGETS)), help="Fail unless this target is usable."
+                ["-e", "--target"],
+                type=click.Choice(TARGETS),
+                help="Fail unless this target can be built and run here.",
             ),
         ],
     },

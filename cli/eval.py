@@ -9,7 +9,16 @@ import click
 
 from adx.cli.command import AdxCommand, Spelling, Values
 from adx.cli.figures import number
-from adx.cli.options import THREADS_ALIASES, bundle_argument, integer_option, reference_option, threads_option
+from adx.cli.options import (
+    TARGET_ALIASES,
+    TARGET_NAMES,
+    THREADS_ALIASES,
+    bundle_argument,
+    integer_option,
+    reference_option,
+    target_option,
+    threads_option,
+)
 from adx.cli.output import Output, plain
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ def run(values: Values, output: Output) -> int:
         values["bundle"],
         values["text"],
         values["reference"],
+        target=values["target"],
         threads=values["threads"],
         max_tokens=values["max_tokens"],
         window=values["window"],
@@ -75,7 +85,7 @@ command = AdxCommand(
             integer_option("--max-tokens", "Read only the text's first N tokens.", minimum=2),
             integer_option("--window", "Tokens that are read in one go.", minimum=2, default=512),
         ],
-        "Comparison": [reference_option("none, only perplexity"), threads_option()],
+        "Comparison": [reference_option("none, only perplexity"), target_option(), threads_option()],
     },
-    spelling=Spelling(aliases=THREADS_ALIASES),
+    spelling=Spelling(aliases={**TARGET_ALIASES, **THREADS_ALIASES}, values={"--target": TARGET_NAMES}),
 )

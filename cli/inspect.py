@@ -10,6 +10,7 @@ import click
 
 from adx.cli.command import AdxCommand, Values
 from adx.cli.figures import parity_lines, size
+from adx.cli.inspect_plans import plan_facts, plan_lines, plan_records
 from adx.cli.options import bundle_argument
 from adx.cli.output import Output
 from adx.export.errors import UsageError
@@ -30,11 +31,15 @@ def run(values: Values, output: Output) -> int:
         raise UsageError("--layers and --files choose what people see; --json holds every layer and file anyway")
     bundle = Bundle.open(values["bundle"])
     manifest = bundle.manifest
+    plans = plan_records(bundle)
     facts = {"bundle": str(bundle.path), "bytes": bundle.total_bytes(), **json.loads(to_json(manifest))}
+    if plans:
+        facts["plans"] = plan_facts(plans)
     lines = [
         *model_lines(bundle),
         *precision_lines(manifest),
         *engine_lines(manifest),
+        *plan_lines(plans),
         *parity_lines(manifest.parity),
         *provenance_lines(manifest),
         *([layer_table(manifest)] if values["layers"] else []),

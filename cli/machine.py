@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -11,9 +10,20 @@ import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from adx.cli.options import TARGETS
+from adx.engines.devices import Gpu
+from adx.export.errors import BackendError
 from adx.runtime.threads import cgroup_quota, usable_threads
+
+if TYPE_CHECKING:
+    from adx.engines.tensorrt_library import Target
+
+# Distributions that bring TensorRT, and TensorRT for RTX.
+_DISTRIBUTIONS: dict[Target, tuple[str, ...]] = {
+    "tensorrt": ("tensorrt", "tensorrt-cu12", "tensorrt-cu13"),
+    "tensorrt-rtx": ("tensorrt-rtx", "tensorrt-rtx-cu13-bindings", "onnxruntime-ep-nv-tensorrt-rtx-cu13"),
+}
 
 # Instruction sets that matter to quantized kernels, by how /proc/cpuinfo spells them.
 CPU_FEATURES = {
@@ -50,28 +60,33 @@ class Cpu:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A CUDA device, as its driver names it, and its compute capability, as `sm89`."""
-
-    name: str
-    capability: str
-
-
-@dataclass(frozen=True)
 class Backend:
     """A target, and whether this machine has what it needs.
 
     Attributes:
         target: its name.
-        usable: whether adx can build for it and run it here.
+        builds: whether adx can build for it here.
+        runs: whether adx can run it here.
+        builds_for: compute capabilities that plans can be built for here; empty where the target has no plans.
         versions: distributions of it that are installed.
         missing: what to do about it, in the order to do it; empty where it is usable.
     """
 
     target: str
-    usable: bool
+    builds: bool
+    runs: bool
+    builds_for: tuple[str, ...]
     versions: dict[str, str]
     missing: tuple[str, ...]
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be built and run here."""
+        return self.builds and self.runs
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**vars(self), "usable": self.usable}
 
 
 def cpu() -> Cpu:
@@ -111,26 +126,6 @@ def disk_bytes(folder: Path) -> tuple[int, int]:
     return usage.total, usage.free
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """CUDA devices that the driver shows, asked through its own library."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    return tuple(_gpu(driver, index) for index in range(count.value))
-
-
-def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
-    name, major, minor = ctypes.create_string_buffer(256), ctypes.c_int(), ctypes.c_int()
-    driver.cuDeviceGetName(name, len(name), index)
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, index)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, index)  # and ..._MINOR
-    return Gpu(name.value.decode(errors="replace"), f"sm{major.value}{minor.value}")
-
-
 def installed(*distributions: str) -> dict[str, str]:
     """Those of the distributions that are installed, and their versions."""
     found = {}
@@ -142,30 +137,44 @@ def installed(*distributions: str) -> dict[str, str]:
 
 def backends(devices: tuple[Gpu, ...]) -> tuple[Backend, ...]:
     """Every target of adx, and whether this machine with its `devices` has what it needs."""
-    runtimes = installed("onnxruntime", "onnxruntime-gpu")
-    tensorrt = installed("tensorrt", "polygraphy")
-    rtx = installed("tensorrt-rtx", "tensorrt-rtx-cu13-bindings", "onnxruntime-ep-nv-tensorrt-rtx-cu13", "polygraphy")
-    no_device = () if devices else ("no CUDA device or driver was found",)
+    return (*_onnxruntime(devices), _tensorrt("tensorrt", devices), _tensorrt("tensorrt-rtx", devices))
+
+
+def _onnxruntime(devices: tuple[Gpu, ...]) -> tuple[Backend, Backend]:
+    """The graphs of both targets are built, and checked, with whatever ONNX Runtime there is."""
+    versions = installed("onnxruntime", "onnxruntime-gpu")
     providers, broken = _providers()
-    needs = {
-        "ort-cpu": (runtimes, () if providers else (broken or _extra("cpu"),)),
-        "ort-cuda": (
-            runtimes,
-            (*(() if "CUDAExecutionProvider" in providers else (_extra("gpu"),)), *no_device),
-        ),
-        "tensorrt": (tensorrt, (*(() if "tensorrt" in tensorrt else (_extra("tensorrt"),)), *no_device)),
-        "tensorrt-rtx": (
-            rtx,
-            (*(() if any("rtx" in name for name in rtx) else (_extra("tensorrt-rtx"),)), *no_device),
-        ),
-    }
-    return tuple(_backend(target, *needs[target]) for target in TARGETS)
+    there = bool(providers)
+    cuda = "CUDAExecutionProvider" in providers
+    no_cuda = () if cuda else (broken or _extra("gpu"),)
+    return (
+        Backend("ort-cpu", there, there, (), versions, () if there else (broken or _extra("cpu"),)),
+        Backend("ort-cuda", there, cuda and bool(devices), (), versions, (*no_cuda, *_no_device(devices))),
+    )
 
 
-def _backend(target: str, versions: dict[str, str], missing: tuple[str, ...]) -> Backend:
-    if not TARGETS[target]:
-        missing = (f"this release of adx does not build {target} engines", *missing)
-    return Backend(target, not missing, versions, missing)
+def _tensorrt(target: Target, devices: tuple[Gpu, ...]) -> Backend:
+    """A target with plans; loading its library is the only way to know that it loads."""
+    from adx.engines.tensorrt_library import capabilities, load_library
+
+    versions = installed(*_DISTRIBUTIONS[target], "cuda-bindings")
+    try:
+        library = load_library(target)
+    except BackendError as error:
+        return Backend(target, False, False, (), versions, (str(error), *_no_device(devices)))
+    here = tuple(gpu.capability for gpu in devices[:1])
+    anywhere = capabilities(library)
+    builds_for = here if anywhere is None else anywhere
+    missing = list(_no_device(devices))
+    if here and here[0] not in builds_for:
+        missing.append(f"{library.name} does not support {here[0]}, it is for {', '.join(builds_for)}")
+    if "cuda-bindings" not in versions:
+        missing.append("to run plans: pip install cuda-bindings")
+    return Backend(target, bool(builds_for), not missing, builds_for, versions, tuple(missing))
+
+
+def _no_device(devices: tuple[Gpu, ...]) -> tuple[str, ...]:
+    return () if devices else ("no CUDA device or driver was found",)
 
 
 def _extra(name: str) -> str:

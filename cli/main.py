@@ -15,6 +15,7 @@ from adx.export.errors import AdxError, Interrupted, UsageError
 
 COMMANDS = {
     "export": "adx.cli.export",
+    "compile": "adx.cli.compile",
     "verify": "adx.cli.verify",
     "eval": "adx.cli.eval",
     "generate": "adx.cli.generate",
@@ -26,10 +27,9 @@ COMMANDS = {
 # What users of other tools type, by the command that comes closest.
 RELATED = {
     "benchmark": "bench",
-    "build": "export",
+    "build": "compile",
     "chat": "generate",
     "check": "verify",
-    "compile": "export",
     "convert": "export",
     "diff": "inspect",
     "gate": "verify",

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from adx.export.errors import AdxError, BackendError
-
 THREADS_VARIABLE = "ADX_THREADS"
 
-# Every target of adx, and whether this release builds and runs it.
-TARGETS = {"ort-cpu": True, "ort-cuda": False, "tensorrt": False, "tensorrt-rtx": False}
+TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx")
+RUN_TARGETS = (*TARGETS, "onnx")  # onnx: the graphs that GPU engines are built from, on the CPU
 
 # How onnxruntime, onnxruntime-genai and optimum call them.
 TARGET_NAMES = {
@@ -27,23 +24,11 @@ TARGET_NAMES = {
 }
 TARGET_ALIASES = {"--device": "--target", "--execution-provider": "--target", "--provider": "--target"}
 THREADS_ALIASES = {"--num-threads": "--threads"}
-
-
-def available(names: Sequence[str], error: type[AdxError]) -> tuple[str, ...]:
-    """The targets named, each once.
-
-    Raises:
-        AdxError: of the given class, if this release has no engine for one of them.
-    """
-    for name in names:
-        if not TARGETS[name]:
-            usable = ", ".join(target for target, there in TARGETS.items() if there)
-            raise error(f"--target {name}: this release of adx does not build or run {name} engines, only {usable}")
-    return tuple(dict.fromkeys(names))
-
-
-def _run_target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    return value if value is None else available([value], BackendError)[0]
+LIMIT_ALIASES = {
+    "--maxBatchSize": "--max-batch-size",
+    "--maxInputLen": "--max-input-len",
+    "--maxKVCacheCapacity": "--max-seq-len",
+}
 
 
 def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -68,9 +53,9 @@ def target_option() -> click.Option:
     """`--target` of the commands that run a bundle."""
     return click.Option(
         ["-e", "--target"],
-        type=click.Choice(list(TARGETS)),
-        callback=_run_target,
-        help="Engine of the bundle to run; there is no falling back to another. Default: the bundle's only engine.",
+        type=click.Choice(RUN_TARGETS),
+        help="Engine of the bundle to run; there is no falling back to another. onnx: the graphs that GPU engines are "
+        "built from, run on the CPU, for checks.  [default: the bundle's first]",
     )
 
 
@@ -99,4 +84,13 @@ def integer_option(
         metavar="N",
         help=help,
         show_default=default is not None,
+    )
+
+
+def limit_options(*, batch: str, prompt: str, sequence: str) -> tuple[click.Option, ...]:
+    """The three shape limits; the arguments say what each is where it is not given."""
+    return (
+        integer_option("--max-batch-size", f"Rows that a batch may have at most.  [default: {batch}]"),
+        integer_option("--max-input-len", f"Tokens that a prompt may have at most.  [default: {prompt}]"),
+        integer_option("--max-seq-len", f"Tokens, prompt and reply, that the KV cache holds.  [default: {sequence}]"),
     )

@@ -8,7 +8,15 @@ import click
 
 from adx.cli.command import AdxCommand, Spelling, Values
 from adx.cli.figures import parity_lines
-from adx.cli.options import THREADS_ALIASES, bundle_argument, reference_option, threads_option
+from adx.cli.options import (
+    TARGET_ALIASES,
+    TARGET_NAMES,
+    THREADS_ALIASES,
+    bundle_argument,
+    reference_option,
+    target_option,
+    threads_option,
+)
 from adx.cli.output import Output
 from adx.export.errors import ParityError, UsageError
 
@@ -23,7 +31,12 @@ def run(values: Values, output: Output) -> int:
     if values["full"] and values["reference"] is None:
         raise UsageError("--full compares at more positions: name the checkpoint to compare with by --reference")
     result = verify_bundle(
-        values["bundle"], values["reference"], threads=values["threads"], full=values["full"], report=output.report
+        values["bundle"],
+        values["reference"],
+        target=values["target"],
+        threads=values["threads"],
+        full=values["full"],
+        report=output.report,
     )
     output.result(result, describe(result))
     if values["reference"] is None:
@@ -50,8 +63,9 @@ command = AdxCommand(
         "Comparison": [
             reference_option("none, the files are checked and the export's own figures shown"),
             click.Option(["--full"], is_flag=True, help="Compare at four times as many positions."),
+            target_option(),
             threads_option(),
         ],
     },
-    spelling=Spelling(aliases=THREADS_ALIASES),
+    spelling=Spelling(aliases={**TARGET_ALIASES, **THREADS_ALIASES}, values={"--target": TARGET_NAMES}),
 )

@@ -7,7 +7,6 @@ new tokens and in the rows whose logits are wanted, and both are inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ import numpy as np
 
 from adx.calibration.ranges import Ranges
 from adx.calibration.recipe import QuantRecipe
-from adx.calibration.smoothing import smooth
+from adx.calibration.smoothing import by_activations, smooth
+from adx.engines.compiled import CompiledEngine
 from adx.engines.ort_attention import MICROSOFT, AttentionLowering
 from adx.engines.ort_fusions import fuse_gates, fuse_norms, fuse_silu, select_logits_rows
 from adx.engines.ort_linears import LinearLowering
@@ -24,7 +24,7 @@ from adx.export.linears import LinearLayer, collect_linears
 from adx.export.portable import graph_spec
 from adx.export.rewrite import prune, seal
 from adx.export.rotary import fold_rotary
-from adx.export.spec import GraphSpec, KVCacheSpec
+from adx.export.spec import KVCacheSpec
 from adx.export.trace import DOMAIN, SemanticGraph
 from adx.export.weights_file import WeightsFile
 
@@ -37,23 +37,6 @@ WEIGHTS_FILE = f"engines/{TARGET}/weights.data"
 IR_VERSION = 10
 OPSETS = {"": 21, MICROSOFT: 1}
 SMALL_TENSOR = 1024  # bytes; smaller constants stay in the graph's own file
-
-
-@dataclass(frozen=True)
-class CompiledEngine:
-    """What a compilation left in the bundle's folder.
-
-    Attributes:
-        target: the target's name.
-        files: paths relative to the bundle.
-        graphs: a spec for each phase.
-        linears: (out, in) of every linear layer by name.
-    """
-
-    target: str
-    files: tuple[str, ...]
-    graphs: tuple[GraphSpec, ...]
-    linears: dict[str, tuple[int, int]]
 
 
 def compile(
@@ -82,7 +65,7 @@ def compile(
     fold_rotary(model)
     layers = collect_linears(model)
     if ranges is not None:
-        smooth(model, layers, ranges)
+        smooth(model, layers, by_activations(ranges))
     AttentionLowering(model, layers, semantic.rotary, semantic.kv_cache.recompute_at).run()
     fuse_gates(model)
     fuse_silu(model)

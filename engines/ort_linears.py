@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adx.calibration.recipe import QuantRecipe
-from adx.calibration.weights import QuantizedWeight, concatenate, quantize
+from adx.calibration.weights import BlockScheme, QuantizedWeight, concatenate, quantize
 from adx.engines.ort_attention import MICROSOFT
 from adx.export.linears import LinearLayer, names_of
 from adx.export.rewrite import dims, initializer, node, replace
@@ -112,7 +112,7 @@ class LinearLowering:
 
     def _quantized(self, layer: LinearLayer) -> QuantizedWeight:
         scheme = self.recipe.layers[layer.name].scheme
-        assert scheme is not None
+        assert isinstance(scheme, BlockScheme), "ONNX Runtime's kernels take blocks"
         return quantize(layer.weight(), scheme)
 
     def _float(self, x: ir.Value | None, layers: list[LinearLayer], bias: ir.Value | None) -> list[ir.Node]:
@@ -132,10 +132,15 @@ class LinearLowering:
         assert table is not None
         tied = next((layer for layer in self.layers.values() if layer.tied_to == table.name), None)
         scheme = self.recipe.embedding if tied is None else self.recipe.layers[tied.name].scheme
-        if table.const_value is None or len(dims(table)) != 2 or scheme is None or scheme.bits != 8:
+        if (
+            table.const_value is None
+            or len(dims(table)) != 2
+            or not isinstance(scheme, BlockScheme)
+            or scheme.bits != 8
+        ):
             return
         rows, columns = (int(d) for d in dims(table) if isinstance(d, int))
-        if columns % scheme.block_size or not _is_token_table(self.model, indices):
+        if columns % scheme.block_size or not is_token_table(self.model, indices):
             return
         quantized = quantize(np.asarray(table.const_value.numpy(), np.float32), scheme)
         name = str(table.name)
@@ -159,7 +164,7 @@ class LinearLowering:
         return value
 
 
-def _is_token_table(model: ir.Model, indices: ir.Value | None) -> bool:
+def is_token_table(model: ir.Model, indices: ir.Value | None) -> bool:
     """Do the indices come from the token ids, at most reshaped (as GPT-2 does)?"""
     while indices is not None and (made_by := indices.producer()) is not None and made_by.op_type == "Reshape":
         indices = made_by.inputs[0]

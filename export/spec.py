@@ -18,6 +18,11 @@ SEQLENS_K = "seqlens_k"  # (B,) int32: tokens in the cache after this step, less
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # () int32: the longest row after this step
 LOGITS_INDICES = "logits_indices"  # (N,) int64: rows of the flattened (B*T) tokens whose logits are wanted
 
+# The same for engines of standard operators: three numbers a row, from which places, positions and masks follow.
+WRITE_INDICES = "write_indices"  # (B,) int64: place in the cache of this call's first token
+ROW_LENGTHS = "row_lengths"  # (B,) int64: places that the row holds after this call, without what pads it on the right
+PAD_LENGTHS = "pad_lengths"  # (B,) int64: places at the row's start that hold no true token (left padding)
+
 
 def past_name(layer: int, part: Literal["key", "value"]) -> str:
     """Name of a graph's past key or value input, as optimum spells it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,14 @@ class KVCache:
     """Key and value buffers of every layer, and the length of every row.
 
     Attributes:
-        buffers: per layer key then value, each (B, kv_heads, capacity, head_dim), allocated once; a backend on a
-            device keeps its own handles here.
+        buffers: per layer key then value, each (B, kv_heads, places, head_dim) with `capacity` places or more,
+            allocated once: arrays, or on a device the backend's own handles.
         lengths: (B,) tokens that each row holds.
         capacity: tokens that a row can hold at most.
+        bound: what a backend has prepared for this cache, by its own name.
     """
 
-    buffers: Sequence[NDArray[np.float32]]
+    buffers: Sequence[Any]
     lengths: NDArray[np.int64]
     capacity: int
     bound: dict[str, object] = field(default_factory=dict, repr=False)

@@ -22,7 +22,8 @@ def load(bundle: str | os.PathLike[str], *, target: str | None = None, threads: 
 
     Args:
         bundle: the folder that `adx export` wrote.
-        target: which of its engines to run; default: its first that this adx can run.
+        target: which of its engines to run; default: its first, and that one only: where its library or GPU is missing,
+            nothing else runs in its place. `onnx` runs the graphs of a GPU target on the CPU.
         threads: threads to compute with; default: the CPUs that this process may use.
 
     Raises:
@@ -46,8 +47,27 @@ def _open_ort_cpu(bundle: Bundle, threads: int | None) -> Session:
     return OrtSession.open(bundle, threads=threads)
 
 
-# What opens a target's engine; a new backend is a line here and a file beside this one.
-_OPENERS: Mapping[str, Callable[[Bundle, int | None], Session]] = {"ort-cpu": _open_ort_cpu}
+def _static(name: str) -> Callable[[Bundle, int | None], Session]:
+    """An opener of `static_openers`, imported when it is used."""
+
+    def opener(bundle: Bundle, threads: int | None) -> Session:
+        from adx.runtime import static_openers
+
+        session: Session = getattr(static_openers, name)(bundle, threads)
+        return session
+
+    return opener
+
+
+# What opens a target's engine; a new backend is a line here and a file beside this one. `onnx` is what the plans were
+# built from, on ONNX Runtime's CPU provider.
+_OPENERS: Mapping[str, Callable[[Bundle, int | None], Session]] = {
+    "ort-cpu": _open_ort_cpu,
+    "ort-cuda": _static("open_ort_cuda"),
+    "tensorrt": _static("open_tensorrt"),
+    "tensorrt-rtx": _static("open_tensorrt_rtx"),
+    "onnx": _static("open_onnx"),
+}
 
 
 def _choose_target(bundle: Bundle, target: str | None) -> str:

@@ -143,10 +143,83 @@ def test_algorithms_that_are_not_there_are_refused(algorithm: str, capsys: pytes
     assert f"--quant-algo {algorithm}: this release has rtn and smoothquant" in error
 
 
-@pytest.mark.parametrize("target", ["ort-cuda", "tensorrt", "tensorrt-rtx"])
-def test_targets_that_are_not_built_are_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused("m", "--target", "ort-cpu", "--target", target, capsys=capsys)
-    assert f"--target {target}: this release of adx does not build or run {target} engines, only ort-cpu" in error
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("cuda", "ort-cuda"), ("TensorrtExecutionProvider", "tensorrt"), ("NvTensorRtRtx", "tensorrt-rtx")],
+)
+def test_targets_have_other_names(name: str, target: str, export: Export) -> None:
+    assert export("m", "--int8", "-e", name, "--target", target).targets == (target,)
+
+
+def test_options_of_tensorrt_reach_the_request(export: Export) -> None:
+    args = """
+        m --int8 --target tensorrt-rtx --calib-data t.txt --calib-size 4 --calib-seq-len 16 --calib-method percentile
+        --sm sm86,sm89 --opt-level 2
+    """
+    request = export(*args.split())
+    assert (request.calib_data, request.calib_size, request.calib_seq_len) == (Path("t.txt"), 4, 16)
+    assert (request.calib_method, request.weights_only, request.build) == ("percentile", False, True)
+    assert (request.plans.sms, request.plans.options.opt_level) == (("sm86", "sm89"), 2)
+    later = export("m", "--int8", "--weights-only", "--target", "tensorrt", "--no-build")
+    assert (later.weights_only, later.build, later.calib_method) == (True, False, "minmax")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--dataset t.txt --num-samples 4 --calibration-method max",
+        "--calibration_data_path t.txt --num_samples 4 --calibration_method minmax",
+    ],
+)
+def test_calibration_has_the_names_of_other_tools(args: str, export: Export) -> None:
+    request = export("m", "--int8", "--target", "tensorrt", *args.split())
+    assert (request.calib_data, request.calib_size, request.calib_method) == (Path("t.txt"), 4, "minmax")
+
+
+@pytest.mark.parametrize("method", ["entropy", "mse"])
+def test_calibration_methods_that_are_not_there_are_refused(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused("m", "--int8", "--target", "tensorrt", "--calib-method", method, capsys=capsys)
+    assert f"--calib-method {method}: this release has minmax and percentile" in error
+
+
+@pytest.mark.parametrize("args", ["--int8", "--fp16 --target tensorrt", "--fp16 --target ort-cuda"])
+def test_a_calibration_method_needs_static_scales(args: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given on purpose, the default is refused too where it chooses nothing."""
+    error = refused("m", *args.split(), "--calib-method", "minmax", capsys=capsys)
+    assert "only --int8 on tensorrt and tensorrt-rtx has" in error
+
+
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [
+        ("--sm sm89", "--sm"),
+        ("--opt-level 0", "--opt-level"),
+        ("--workspace 1G", "--workspace"),
+        ("--timing-cache t", "--timing-cache"),
+        ("--hardware-compatibility", "--hardware-compatibility"),
+        ("--hardwareCompatibilityLevel=none", "--hardwareCompatibilityLevel"),
+        ("--version-compatible", "--version-compatible"),
+        ("--refit", "--refit"),
+        ("--strip", "--strip"),
+        ("--min-shapes input_ids:1x1", "--min-shapes"),
+        ("--opt-shapes input_ids:1x1", "--opt-shapes"),
+        ("--max-shapes input_ids:1x1", "--max-shapes"),
+        ("--no-build", "--no-build"),
+    ],
+)
+def test_options_of_plans_need_a_target_that_has_plans(
+    args: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused("m", "--int8", *args.split(), capsys=capsys)
+    assert f"{option} applies to plans, which ort-cpu does not have" in error
+    error = refused("m", "--fp16", "--target", "ort-cuda", *args.split(), capsys=capsys)
+    assert f"{option} applies to plans, which ort-cuda does not have" in error
+
+
+def test_no_build_takes_no_options_of_a_build(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["m", "--int8", "--target", "tensorrt", "--no-build", "--opt-level", "2"]
+    error = refused(*args, capsys=capsys)
+    assert "--opt-level says how plans are built, and --no-build builds none: give it to adx compile" in error
 
 
 @pytest.mark.parametrize(

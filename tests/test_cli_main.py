@@ -82,7 +82,8 @@ def test_help_lists_the_commands_that_there_are(capsys: pytest.CaptureFixture[st
 def test_help_of_export_says_what_int8_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "--int8 ort-cpu: 8-bit weights, activations quantized on the fly inside the kernel." in text
+    assert "--int8 ort-cpu: 8-bit weights, activations quantized on the fly inside the kernel. " in text
+    assert "tensorrt, tensorrt-rtx: 8-bit weights and activations, with scales from calibration." in text
 
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from adx.ci.evaluate import EvalResult
 from adx.ci.parity import VerifyResult
 from adx.cli import machine
 from adx.cli.main import main
+from adx.engines import tensorrt_library
+from adx.engines.devices import Gpu
+from adx.engines.tensorrt_library import TensorRTLibrary
 from adx.export.bundle import BundleWriter
-from adx.export.errors import BundleError
+from adx.export.errors import BackendError, BundleError
 from adx.export.manifest import (
     EngineRecord,
     ExcludedNode,
@@ -299,26 +303,53 @@ def test_doctor_knows_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert list(found["targets"]) == ["ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
     assert found["targets"]["ort-cpu"]["usable"]
+    assert found["targets"]["ort-cuda"]["builds"]
     assert found["cpu"]["usable_cpus"] <= found["cpu"]["affinity_cpus"] <= found["cpu"]["host_cpus"]
     assert found["memory_bytes"] > found["memory_available_bytes"] > 0
 
 
-def test_doctor_shows_the_extra_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    missing(monkeypatch)
     assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "'adx-toolchain[tensorrt-rtx]'" in out
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "pip install 'tensorrt>=10.14'" in out
     assert "ort-cpu" in out
 
 
-def test_doctor_of_a_target_that_is_missing_fails_with_5(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_of_a_target_that_is_missing_fails_with_5(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing(monkeypatch)
     assert main(["doctor", "--target", "tensorrt", "--json"]) == 5
     found = capsys.readouterr()
     assert json.loads(found.out)["targets"]["tensorrt"]["usable"] is False
-    assert "adx: error: tensorrt cannot be used here" in found.err
+    assert "adx: error: tensorrt cannot be run here: TensorRT is not installed" in found.err
     assert main(["doctor", "--target", "ort-cpu"]) == 0
 
 
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a TensorRT library."""
+
+    def load(target: str, hint: str = "") -> TensorRTLibrary:
+        raise BackendError(f"TensorRT is not installed: {tensorrt_library.INSTALL['tensorrt']}")
+
+    monkeypatch.setattr(tensorrt_library, "load_library", load)
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """A machine with both TensorRT libraries, RTX's for sm86 and sm89, and these distributions."""
+    module = SimpleNamespace(ComputeCapability=SimpleNamespace(__members__={"SM89": 1, "SM86": 0, "NONE": 2}))
+
+    def load(target: str, hint: str = "") -> TensorRTLibrary:
+        assert target in ("tensorrt", "tensorrt-rtx")
+        return TensorRTLibrary(target, module, "11.0", "13")  # type: ignore[arg-type]  # asserted above
+
+    monkeypatch.setattr(tensorrt_library, "load_library", load)
+    monkeypatch.setattr(machine, "installed", lambda *names: {name: "1.0" for name in packages if name in names})
+
+
 def test_a_missing_library_is_named_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing(monkeypatch)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     (cpu, *_) = machine.backends(())
     assert (cpu.usable, cpu.missing) == (False, ("pip install 'adx-toolchain[cpu]'",))
@@ -326,16 +357,50 @@ def test_a_missing_library_is_named_by_its_extra(monkeypatch: pytest.MonkeyPatch
 
 def test_a_library_that_does_not_load_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed is not usable: a broken shared library says so when it is loaded."""
+    missing(monkeypatch)
     monkeypatch.setattr(machine, "_providers", lambda: ([], "onnxruntime does not load: bad ELF"))
     (cpu, *_) = machine.backends(())
     assert (cpu.usable, cpu.missing) == (False, ("onnxruntime does not load: bad ELF",))
 
 
-def test_a_device_alone_does_not_make_a_target_usable() -> None:
-    device = machine.Gpu("GPU", "sm89")
-    cuda = machine.backends((device,))[1]
-    assert not cuda.usable
-    assert "no CUDA device or driver was found" not in cuda.missing
+def test_a_device_alone_does_not_make_a_target_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing(monkeypatch)
+    monkeypatch.setattr(machine, "_providers", lambda: (["CPUExecutionProvider"], None))
+    _, cuda, tensorrt, _ = machine.backends((Gpu("GPU", "sm89"),))
+    assert (cuda.builds, cuda.runs, cuda.usable) == (True, False, False)
+    assert cuda.missing == ("pip install 'adx-toolchain[gpu]'",)
+    assert (tensorrt.builds, tensorrt.runs) == (False, False)
+    assert tensorrt.missing == ("TensorRT is not installed: pip install 'tensorrt>=10.14'",)
+
+
+def test_to_build_is_not_to_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU, TensorRT for RTX builds for those that it knows, and TensorRT does not; neither runs."""
+    loaded(monkeypatch, "cuda-bindings")
+    *_, tensorrt, rtx = machine.backends(())
+    assert (tensorrt.builds, tensorrt.runs, tensorrt.builds_for) == (False, False, ())
+    assert (rtx.builds, rtx.runs, rtx.builds_for) == (True, False, ("sm86", "sm89"))
+    assert tensorrt.missing == rtx.missing == ("no CUDA device or driver was found",)
+    monkeypatch.setattr("adx.cli.doctor.gpus", lambda: ())
+    assert main(["doctor", "--target", "tensorrt-rtx"]) == 5
+    found = capsys.readouterr()
+    assert "sm86, sm89" in found.out
+    assert "tensorrt-rtx cannot be run here (it can be built): no CUDA device" in found.err
+
+
+def test_plans_run_on_the_gpu_that_is_there_if_the_library_is_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(monkeypatch, "cuda-bindings")
+    *_, tensorrt, rtx = machine.backends((Gpu("GPU", "sm90"),))
+    assert (tensorrt.usable, tensorrt.builds_for, tensorrt.missing) == (True, ("sm90",), ())
+    assert (rtx.builds, rtx.runs) == (True, False)
+    assert rtx.missing == ("TensorRT for RTX 11.0 does not support sm90, it is for sm86, sm89",)
+    assert machine.backends((Gpu("GPU", "sm89"),))[-1].usable
+
+
+def test_plans_need_the_cuda_bindings_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(monkeypatch)
+    for backend in machine.backends((Gpu("GPU", "sm89"),))[2:]:
+        assert (backend.builds, backend.runs) == (True, False)
+        assert backend.missing == ("to run plans: pip install cuda-bindings",)
 
 
 def test_features_are_read_from_the_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""What the targets of an export have in common: a build gives engines, and a session to check them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adx.ci.export_request import ExportRequest
+from adx.ci.progress import Report
+from adx.export.manifest import EngineRecord, Limits
+from adx.export.spec import GraphSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from adx.calibration.recipe import QuantRecipe
+    from adx.calibration.samples import CalibrationSamples
+    from adx.export.linears import LinearLayer
+    from adx.export.trace import SemanticGraph
+    from adx.runtime.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a build starts from: a loaded and traced checkpoint, and the bundle's folder.
+
+    Attributes:
+        model: a transformers model in float32.
+    """
+
+    request: ExportRequest
+    spec: ModelSpec
+    limits: Limits
+    folder: Path
+    model: Any
+    semantic: SemanticGraph
+    report: Report
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What a build left in the bundle's folder.
+
+    Attributes:
+        graphs: their specs.
+        engines: records of what the runtime can load, plans excepted: those follow once parity has passed.
+        recipe: how each layer is stored.
+        float_bits: bits of the layers that the recipe keeps in float.
+        bound: the row of the parity table that it must keep.
+        samples: what it was calibrated on, or None.
+        open: the session to compare with PyTorch.
+    """
+
+    graphs: tuple[GraphSpec, ...]
+    engines: tuple[EngineRecord, ...]
+    recipe: QuantRecipe
+    float_bits: int
+    bound: str
+    samples: CalibrationSamples | None
+    open: Callable[[], Session]
+
+
+def onnx_packages() -> Mapping[str, str]:
+    """Versions of the ONNX packages that are installed here."""
+    from adx.export.manifest import provenance
+
+    return {name: version for name, version in provenance(()).packages.items() if "onnx" in name}
+
+
+def counter(report: Report, stage: str, total: int) -> Callable[[str], None]:
+    """A callback that reports how many of `total` it was called for."""
+    done = 0
+
+    def count(_name: str) -> None:
+        nonlocal done
+        done += 1
+        report(stage, done / max(total, 1))
+
+    return count
+
+
+def linear_count(semantic: SemanticGraph) -> int:
+    """Linear layers of a model."""
+    return sum(1 for node in semantic.model.graph if node.op_type == "Linear")
+
+
+class Remembered:
+    """A recipe maker that keeps what it made, for the manifest."""
+
+    def __init__(self, make: Callable[[Mapping[str, LinearLayer]], QuantRecipe]) -> None:
+        self._make = make
+        self.recipe: QuantRecipe | None = None
+
+    def __call__(self, layers: dict[str, LinearLayer]) -> QuantRecipe:
+        self.recipe = self._make(layers)
+        return self.recipe

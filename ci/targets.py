@@ -1,0 +1,76 @@
+"""Which precisions and options go with which targets; checked before any work."""
+
+from __future__ import annotations
+
+import shlex
+
+from adx.ci.export_request import ORT_CPU, ORT_CUDA, STATIC, TENSORRT, ExportRequest
+from adx.export.errors import UsageError
+
+_STATIC_PRECISIONS = {**dict.fromkeys(TENSORRT, ("fp16", "int8")), ORT_CUDA: ("fp16",)}
+
+
+def check_targets(request: ExportRequest) -> None:
+    """Refuse combinations that no engine can be built for, and targets whose library is not here.
+
+    Raises:
+        UsageError: a precision that a target does not compute in, targets that do not share a bundle, or an option
+            without effect.
+        BackendError: a target's library or GPU is missing.
+    """
+    static = [target for target in request.targets if target in STATIC]
+    if static and ORT_CPU in request.targets:
+        raise UsageError(
+            f"{ORT_CPU} and {static[0]} in one bundle: they run different graphs, quantized differently, and a bundle "
+            "holds one parity report: export two bundles"
+        )
+    if ORT_CPU in request.targets and request.precision in ("fp16", "bf16"):
+        raise UsageError(
+            f"{request.precision} on ort-cpu: ONNX Runtime's CPU kernels compute attention, norms and matrix products "
+            "in float32, so a 16-bit graph would be refused or converted at every node; choose --fp32, --int8 or --int4"
+        )
+    for target in static:
+        accepted = _STATIC_PRECISIONS[target]
+        if request.precision not in accepted:
+            raise UsageError(
+                f"{request.precision} on {target}: it is built in {' or '.join(f'--{name}' for name in accepted)}"
+            )
+    _check_options(request)
+    if request.build:
+        for target in request.plan_targets:
+            _prepare(request, target)
+
+
+def _check_options(request: ExportRequest) -> None:
+    from adx.engines.tensorrt import check_shape_options
+
+    if request.static and request.group_size is not None:
+        raise UsageError("--group-size: TensorRT targets store one scale per channel; it applies to ort-cpu")
+    if request.weights_only and not (request.static and request.precision == "int8"):
+        raise UsageError(
+            "--weights-only applies to --int8 on TensorRT targets; ort-cpu stores only weights in 8 bits anyway"
+        )
+    if not request.static and request.calib_method != "minmax":
+        raise UsageError("--calib-method applies to --int8 on TensorRT targets: ort-cpu has no static scales")
+    if request.weights_only and request.calib_method != "minmax":
+        raise UsageError("--calib-method chooses scales of activations, which --weights-only leaves in float16")
+    calibrates = request.static or request.algorithm == "smoothquant"
+    if not calibrates and (request.calib_data or request.calib_size or request.calib_seq_len):
+        raise UsageError(
+            f"calibration data has no effect on {request.precision} with {request.algorithm or 'no quantization'}: "
+            "add --int8 with --quant-algo smoothquant"
+        )
+    shapes = (request.plans.min_shapes, request.plans.opt_shapes, request.plans.max_shapes)
+    check_shape_options(shapes)
+    if not request.plan_targets and (request.plans.sms or any(shapes) or not request.build):
+        raise UsageError("--sm, --no-build and shape overrides apply to TensorRT targets only")
+
+
+def _prepare(request: ExportRequest, target: str) -> None:
+    from adx.engines.tensorrt import prepare
+
+    name = shlex.quote(str(request.out))
+    hint = f"export here with --no-build, copy the bundle, and there: adx compile {name} --target {target}" + "".join(
+        f" --sm {sm}" for sm in request.plans.sms
+    )
+    prepare(target, request.plans, hint)

@@ -1,0 +1,174 @@
+"""Pass for TensorRT: linear layers and embeddings in float16, or in 8 bits behind `DequantizeLinear`.
+
+What goes into a layer and what comes out of it is float16; what lies between layers (residual sums, norms,
+activations) stays float32. A layer whose input or output came near float16's end on the calibration samples computes
+on values scaled down by a power of two, which costs no precision. Layers in 8 bits have one scale per output channel;
+where the recipe gives an input scale, `QuantizeLinear` and `DequantizeLinear` stand before the product as well.
+
+Requires collected linear layers. Ensures that no `Linear` is left and that weights lie in the weights file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adx.calibration.channels import ChannelScheme, quantize_channels
+from adx.calibration.ranges import LayerRange
+from adx.calibration.recipe import QuantRecipe
+from adx.engines.made_nodes import MadeNodes
+from adx.engines.ort_linears import is_token_table
+from adx.export.errors import LoweringError
+from adx.export.linears import Floats, LinearLayer, names_of
+from adx.export.rewrite import dims, initializer
+from adx.export.trace import DOMAIN
+from adx.export.weights_file import WeightsFile
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# Largest magnitude of a float16 tensor that is let be: an eighth of float16's end, since other text than the
+# calibration samples goes further.
+LARGEST = float(np.finfo(np.float16).max) / 8
+
+
+@dataclass
+class HalfLinears:
+    """The pass, over one graph and into one weights file.
+
+    Attributes:
+        model: the graph.
+        layers: its linear layers by name.
+        recipe: how each is stored.
+        ranges: largest magnitudes at each layer, before smoothing.
+        weights: the file that takes the tensors as they are made.
+        progress: called with the name of each layer.
+    """
+
+    model: ir.Model
+    layers: dict[str, LinearLayer]
+    recipe: QuantRecipe
+    ranges: Mapping[str, LayerRange]
+    weights: WeightsFile
+    progress: Callable[[str], None]
+
+    def run(self) -> None:
+        """Run the pass in place."""
+        graph = self.model.graph
+        for linear in [n for n in graph if n.domain == DOMAIN and n.op_type == "Linear"]:
+            (name,) = names_of(linear)
+            self.progress(name)
+            self._lower(linear, self.layers[name])
+        for gather in [n for n in graph if n.op_type == "Gather" and n.domain == ""]:
+            if is_token_table(self.model, gather.inputs[1]):
+                self._lower_embedding(gather)
+
+    def _lower(self, linear: ir.Node, layer: LinearLayer) -> None:
+        made = MadeNodes(self.model)
+        scheme = self.recipe.layers[layer.name].scheme
+        shrink_input, shrink_weight = self._shrinking(layer)
+        x = linear.inputs[0]
+        if shrink_input:
+            x = made.add("Mul", [x, made.float32(2.0**-shrink_input)])
+        x = made.cast(x, "FLOAT16")
+        if isinstance(scheme, ChannelScheme) and scheme.input_scale is not None:
+            x = self._through_int8(made, x, layer.name, scheme.input_scale * 2.0**-shrink_input)
+        y = made.add("MatMul", [x, self._weight(made, layer, 2.0**-shrink_weight)])
+        made.nodes[-1].name = layer.name
+        shrunk = shrink_input + shrink_weight
+        bias = layer.bias()
+        if bias is not None:
+            y = made.add("Add", [y, self._store(f"{layer.name}.bias", self._half(layer.name, bias * 2.0**-shrunk))])
+        y = made.cast(y, "FLOAT")
+        if shrunk:
+            y = made.add("Mul", [y, made.float32(2.0**shrunk)])
+        made.replace(linear, [y])
+
+    def _shrinking(self, layer: LinearLayer) -> tuple[int, int]:
+        """Powers of two by which the layer's input, and on top of that its weight, are divided."""
+        found = self.ranges.get(layer.name)
+        if found is None:
+            return 0, 0
+        inputs = found.inputs if layer.input_scale is None else found.inputs / layer.input_scale
+        output = found.output
+        if layer.output_scale is not None:
+            output *= float(layer.output_scale.max())
+        by_input = _halvings(float(inputs.max()))
+        return by_input, _halvings(output * 2.0**-by_input)
+
+    def _through_int8(self, made: MadeNodes, x: ir.Value, name: str, scale: float) -> ir.Value:
+        step = initializer(self.model.graph, f"{name}.input_scale", self._half(name, np.array(scale, np.float32)))
+        if not step.const_value or float(step.const_value.numpy()) == 0:
+            raise LoweringError(f"{name}: its input's scale {scale:.3g} is 0 in float16; exclude the layer")
+        zero = initializer(self.model.graph, "int8.zero", np.array(0, np.int8))
+        return made.add("DequantizeLinear", [made.add("QuantizeLinear", [x, step, zero]), step, zero])
+
+    def _weight(self, made: MadeNodes, layer: LinearLayer, factor: float) -> ir.Value:
+        """(in, out) float16: the stored weight times `factor`, dequantized and turned where it is stored otherwise."""
+        weight, scheme, name = layer.weight(), self.recipe.layers[layer.name].scheme, layer.name
+        if layer.tied_to is not None and self._shares_table(layer):
+            return made.add("Transpose", [self._table(made, layer.tied_to, weight, scheme)], perm=[1, 0])
+        if scheme is None:
+            return self._store(f"{name}.weight", np.ascontiguousarray(self._half(name, weight * factor).T))
+        codes, scales = quantize_channels(weight * factor)
+        stored = self._store(f"{name}.weight", np.ascontiguousarray(codes.T))
+        return made.add("DequantizeLinear", [stored, self._store(f"{name}.scales", scales)], axis=1)
+
+    def _shares_table(self, layer: LinearLayer) -> bool:
+        """Does a layer tied to an embedding read that table as it is stored?"""
+        return self._shrinking(layer)[1] == 0
+
+    def _table(self, made: MadeNodes, name: str, table: Floats, scheme: object) -> ir.Value:
+        """(rows, width) float16, an embedding: stored once, whoever reads it."""
+        if scheme is None:
+            return self._store(f"{name}.half", self._half(name, table))
+        codes, scales = quantize_channels(table)
+        stored = [self._store(f"{name}.codes", codes), self._store(f"{name}.scales", scales)]
+        return made.add("DequantizeLinear", stored, axis=0)
+
+    def _lower_embedding(self, gather: ir.Node) -> None:
+        table, indices = gather.inputs
+        if table is None or table.const_value is None or len(dims(table)) != 2:
+            return
+        tied = next((layer for layer in self.layers.values() if layer.tied_to == table.name), None)
+        made = MadeNodes(self.model)
+        if tied is None or not self._shares_table(tied):
+            array: Floats = np.asarray(table.const_value.numpy(), np.float32)
+            values = self._table(made, str(table.name), array, self.recipe.embedding)
+        else:
+            values = self._table(made, str(table.name), tied.weight(), self.recipe.layers[tied.name].scheme)
+        rows = made.cast(made.add("Gather", [values, indices], axis=0), "FLOAT")
+        if tied is not None and self._shares_table(tied) and tied.input_scale is not None:
+            # The head reads columns that smoothing has scaled.
+            back = self._store(f"{table.name}.unscale", (1 / tied.input_scale).astype(np.float32))
+            rows = made.add("Mul", [rows, back])
+        made.replace(gather, [rows])
+
+    def _half(self, name: str, array: Floats) -> NDArray[np.float16]:
+        """As float16, never infinite."""
+        with np.errstate(over="ignore"):
+            half: NDArray[np.float16] = np.asarray(array, np.float32).astype(np.float16)
+        if not np.isfinite(half).all():
+            raise LoweringError(
+                f"{name} holds a weight of {float(np.abs(array).max()):.3g}, and float16 ends at 65504: exclude the "
+                "layer from a target that computes in float16, or export for ort-cpu"
+            )
+        return half
+
+    def _store(self, name: str, array: NDArray[np.generic]) -> ir.Value:
+        import onnx_ir as ir
+
+        value = initializer(self.model.graph, name, np.zeros(0, array.dtype))
+        value.const_value = self.weights.add(name, array)
+        value.shape = ir.Shape(array.shape)
+        return value
+
+
+def _halvings(magnitude: float) -> int:
+    """How often a magnitude must be halved to be within `LARGEST`."""
+    return max(0, math.ceil(math.log2(magnitude / LARGEST))) if magnitude > 0 else 0
