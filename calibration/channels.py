@@ -41,17 +41,17 @@ def quantize_channels(weight: Floats) -> tuple[NDArray[np.int8], NDArray[np.floa
     against that very value: the scale's own rounding adds no error.
 
     Returns:
-        Codes (out, in), and scales (out,); a row of zeros has the smallest normal scale.
+        Codes (out, in), and scales (out,); a row of zeros has the smallest scale above 0.
 
     Raises:
-        UsageError: the weight holds NaN or infinity, or a row whose scale float16 cannot hold.
+        UsageError: the weight holds NaN, infinity, or what float16 cannot hold when it is dequantized.
     """
     largest = np.abs(weight).max(axis=1) if weight.size else np.zeros(len(weight), np.float32)
     if not np.isfinite(largest).all():
         raise UsageError("a weight holds NaN or infinity and cannot be quantized")
-    exact = np.maximum(largest / LEVELS, np.finfo(np.float16).tiny).astype(np.float32)
-    if exact.max(initial=0) > np.finfo(np.float16).max:
+    if largest.max(initial=0) > np.finfo(np.float16).max:
         raise UsageError(f"a weight of {largest.max():.3g} is too large for 8 bits with a float16 scale")
+    exact = np.maximum(largest / LEVELS, np.finfo(np.float16).smallest_subnormal).astype(np.float32)
     scales = exact.astype(np.float16)
     low = scales.astype(np.float32) < exact
     scales[low] = np.nextafter(scales[low], np.float16(np.inf))

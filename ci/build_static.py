@@ -12,7 +12,7 @@ from adx.export.manifest import EngineRecord
 
 if TYPE_CHECKING:
     from adx.calibration.activations import InputQuantization
-    from adx.calibration.ranges import LayerRange
+    from adx.calibration.ranges import LayerRange, Tokens
     from adx.calibration.samples import CalibrationSamples
     from adx.calibration.smoothing import Choose
     from adx.export.linears import Floats, LinearLayer
@@ -72,7 +72,12 @@ def build_static(source: Source) -> Built:
         executor = OrtGraphs(prefill, decode, kv_cache, vocab_size, threads=request.threads)
         return StaticSession(executor, kv_cache, vocab_size, max_batch_size=source.limits.max_batch_size)
 
-    return Built(engine.graphs, records, made.recipe, 16, request.bound, samples, session)
+    def check(rows: Sequence[Tokens]) -> tuple[str, ...]:
+        from adx.ci.half_range import overflows
+
+        return overflows(source.folder / by_phase["prefill"], source.spec.kv_cache, rows, request.threads)
+
+    return Built(engine.graphs, records, made.recipe, 16, request.bound, samples, session, check)
 
 
 def _input_scales(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from adx.export.manifest import EngineRecord, Limits
 from adx.export.spec import GraphSpec, ModelSpec
 
 if TYPE_CHECKING:
+    from adx.calibration.ranges import Tokens
     from adx.calibration.recipe import QuantRecipe
     from adx.calibration.samples import CalibrationSamples
     from adx.export.linears import LinearLayer
@@ -49,6 +50,7 @@ class Built:
         bound: the row of the parity table that it must keep.
         samples: what it was calibrated on, or None.
         open: the session to compare with PyTorch.
+        check: what else must hold, on rows of token ids; it gives what does not, in words.
     """
 
     graphs: tuple[GraphSpec, ...]
@@ -58,6 +60,7 @@ class Built:
     bound: str
     samples: CalibrationSamples | None
     open: Callable[[], Session]
+    check: Callable[[Sequence[Tokens]], tuple[str, ...]] = lambda rows: ()
 
 
 def onnx_packages() -> Mapping[str, str]:

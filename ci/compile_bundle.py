@@ -134,7 +134,7 @@ def _read(path: Path) -> Bundle:
 def _source(bundle: Bundle, request: CompileRequest) -> GraphSource:
     """The bundle's graphs over a preallocated cache, and the limits of the plans."""
     from adx.engines import static_graphs
-    from adx.engines.tensorrt import GraphSource
+    from adx.engines.tensorrt import GraphSource, build_log
 
     manifest = bundle.manifest
     files = {file for engine in manifest.engines if engine.target == static_graphs.TARGET for file in engine.files}
@@ -145,7 +145,8 @@ def _source(bundle: Bundle, request: CompileRequest) -> GraphSource:
             f"{bundle.path} has no graphs to compile plans from ({static_graphs.FOLDER}/), it has {there}: export the "
             f"model with them: adx export MODEL --int8 --target {request.targets[0]} --no-build (or --fp16)"
         )
-    return GraphSource(bundle.path, graphs, manifest.kv_cache, _limits(request, manifest.limits))
+    log = build_log(_out(request))
+    return GraphSource(bundle.path, graphs, manifest.kv_cache, _limits(request, manifest.limits), log)
 
 
 def _limits(request: CompileRequest, own: Limits) -> Limits:

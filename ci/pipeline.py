@@ -46,7 +46,10 @@ def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> Ex
     from adx.export.checkpoint_spec import estimate
 
     limits = _limits(request, spec)
-    (static_graphs if request.static else ort_cpu).check_supported(spec.kv_cache)
+    if request.static:
+        static_graphs.check_supported(spec, plans=bool(request.plan_targets))
+    else:
+        ort_cpu.check_supported(spec.kv_cache)
     takes = estimate(checkpoint, spec, request.precision)
     kv = spec.kv_cache
     windows = sorted({w for w in kv.windows if w is not None})
@@ -144,7 +147,8 @@ def _plans(source: Source, built: Built) -> tuple[EngineRecord, ...]:
 
     if not source.request.build:
         return ()
-    graphs = tensorrt.GraphSource(source.folder, built.graphs, source.spec.kv_cache, source.limits)
+    log = tensorrt.build_log(source.request.out)
+    graphs = tensorrt.GraphSource(source.folder, built.graphs, source.spec.kv_cache, source.limits, log)
     return tuple(
         engine
         for target in source.request.plan_targets
@@ -202,16 +206,20 @@ def _parity(source: Source, built: Built) -> ParityFigures:
     source.report("loading the engine", None)
     session = built.open()
     tokenizer = source.folder / "tokenizer.json"
-    return measure_parity(
+    corpus = load_corpus(spec.vocab_size, tokenizer if tokenizer.exists() else None)
+    figures = measure_parity(
         session,
         Reference(source.model, threads=session.threads),
-        load_corpus(spec.vocab_size, tokenizer if tokenizer.exists() else None),
+        corpus,
         bound_of(built.bound, atol=request.atol, rtol=request.rtol),
         max_input_len=source.limits.max_input_len,
         windows=spec.kv_cache.windows,
         seed=request.seed,
         report=source.report,
     )
+    length = min(128, source.limits.max_input_len)
+    misses = built.check([corpus.row(start * length, length) for start in range(8)])
+    return dataclasses.replace(figures, misses=(*figures.misses, *misses))
 
 
 def _write_report(folder: Path, figures: ParityFigures) -> None:

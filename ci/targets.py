@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from adx.ci.export_request import ORT_CPU, ORT_CUDA, STATIC, TENSORRT, ExportRequest
 from adx.export.errors import UsageError
 
@@ -42,7 +40,7 @@ def check_targets(request: ExportRequest) -> None:
 
 
 def _check_options(request: ExportRequest) -> None:
-    from adx.engines.tensorrt import check_shape_options
+    from adx.engines.tensorrt import PlanRequest, check_shape_options
 
     if request.static and request.group_size is not None:
         raise UsageError("--group-size: TensorRT targets store one scale per channel; it applies to ort-cpu")
@@ -62,15 +60,18 @@ def _check_options(request: ExportRequest) -> None:
         )
     shapes = (request.plans.min_shapes, request.plans.opt_shapes, request.plans.max_shapes)
     check_shape_options(shapes)
-    if not request.plan_targets and (request.plans.sms or any(shapes) or not request.build):
-        raise UsageError("--sm, --no-build and shape overrides apply to TensorRT targets only")
+    if request.plans != PlanRequest() and not (request.plan_targets and request.build):
+        raise UsageError(
+            "--sm, shape overrides and the builder's options apply where TensorRT plans are built: name a TensorRT "
+            "target, and leave --no-build out"
+        )
+    if not request.plan_targets and not request.build:
+        raise UsageError("--no-build applies to TensorRT targets only")
 
 
 def _prepare(request: ExportRequest, target: str) -> None:
+    from adx.ci.compile_request import CompileRequest, compile_command
     from adx.engines.tensorrt import prepare
 
-    name = shlex.quote(str(request.out))
-    hint = f"export here with --no-build, copy the bundle, and there: adx compile {name} --target {target}" + "".join(
-        f" --sm {sm}" for sm in request.plans.sms
-    )
-    prepare(target, request.plans, hint)
+    elsewhere = compile_command(CompileRequest(request.out, (target,), plans=request.plans))
+    prepare(target, request.plans, f"{elsewhere} (on a bundle that was exported here with --no-build)")

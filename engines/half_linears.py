@@ -102,9 +102,10 @@ class HalfLinears:
         return by_input, _halvings(output * 2.0**-by_input)
 
     def _through_int8(self, made: MadeNodes, x: ir.Value, name: str, scale: float) -> ir.Value:
-        step = initializer(self.model.graph, f"{name}.input_scale", self._half(name, np.array(scale, np.float32)))
-        if not step.const_value or float(step.const_value.numpy()) == 0:
-            raise LoweringError(f"{name}: its input's scale {scale:.3g} is 0 in float16; exclude the layer")
+        half = self._half(name, np.array(scale, np.float32))
+        if half == 0:
+            raise LoweringError(f"{name}: the scale of its input, {scale:.3g}, is 0 in float16: exclude the layer")
+        step = initializer(self.model.graph, f"{name}.input_scale", half)
         zero = initializer(self.model.graph, "int8.zero", np.array(0, np.int8))
         return made.add("DequantizeLinear", [made.add("QuantizeLinear", [x, step, zero]), step, zero])
 
@@ -115,6 +116,7 @@ class HalfLinears:
             return made.add("Transpose", [self._table(made, layer.tied_to, weight, scheme)], perm=[1, 0])
         if scheme is None:
             return self._store(f"{name}.weight", np.ascontiguousarray(self._half(name, weight * factor).T))
+        _check_range(name, weight * factor)
         codes, scales = quantize_channels(weight * factor)
         stored = self._store(f"{name}.weight", np.ascontiguousarray(codes.T))
         return made.add("DequantizeLinear", [stored, self._store(f"{name}.scales", scales)], axis=1)
@@ -127,6 +129,7 @@ class HalfLinears:
         """(rows, width) float16, an embedding: stored once, whoever reads it."""
         if scheme is None:
             return self._store(f"{name}.half", self._half(name, table))
+        _check_range(name, table)
         codes, scales = quantize_channels(table)
         stored = [self._store(f"{name}.codes", codes), self._store(f"{name}.scales", scales)]
         return made.add("DequantizeLinear", stored, axis=0)
@@ -151,14 +154,8 @@ class HalfLinears:
 
     def _half(self, name: str, array: Floats) -> NDArray[np.float16]:
         """As float16, never infinite."""
-        with np.errstate(over="ignore"):
-            half: NDArray[np.float16] = np.asarray(array, np.float32).astype(np.float16)
-        if not np.isfinite(half).all():
-            raise LoweringError(
-                f"{name} holds a weight of {float(np.abs(array).max()):.3g}, and float16 ends at 65504: exclude the "
-                "layer from a target that computes in float16, or export for ort-cpu"
-            )
-        return half
+        _check_range(name, array)
+        return np.asarray(array, np.float32).astype(np.float16)
 
     def _store(self, name: str, array: NDArray[np.generic]) -> ir.Value:
         import onnx_ir as ir
@@ -167,6 +164,15 @@ class HalfLinears:
         value.const_value = self.weights.add(name, array)
         value.shape = ir.Shape(array.shape)
         return value
+
+
+def _check_range(name: str, array: Floats) -> None:
+    largest = float(np.abs(array).max(initial=0))
+    if not largest <= np.finfo(np.float16).max:
+        raise LoweringError(
+            f"{name} holds a weight of {largest:.3g}, and float16 ends at 65504: this checkpoint cannot be built for a "
+            "target that computes in float16; ort-cpu takes it"
+        )
 
 
 def _halvings(magnitude: float) -> int:

@@ -19,12 +19,13 @@ from adx.engines.cast_motion import move_casts
 from adx.engines.compiled import CompiledEngine
 from adx.engines.half_linears import HalfLinears
 from adx.engines.static_cache import StaticCacheLowering
+from adx.engines.tensorrt_failures import HEAD_SIZES, MIN_HEADS
 from adx.export.errors import LoweringError, UnsupportedCheckpointError
 from adx.export.linears import Floats, LinearLayer, collect_linears
 from adx.export.portable import graph_spec
 from adx.export.rewrite import prune, seal
 from adx.export.rotary import fold_rotary
-from adx.export.spec import KVCacheSpec, Phase
+from adx.export.spec import ModelSpec, Phase
 from adx.export.trace import DOMAIN, SemanticGraph
 from adx.export.weights_file import WeightsFile
 
@@ -37,19 +38,28 @@ WEIGHTS = "weights.data"
 IR_VERSION = 11
 OPSET = 24  # the first with TensorScatter
 SMALL_TENSOR = 1024  # bytes; smaller constants stay in the graph's own file
-HEAD_DIMS = range(16, 257, 8)  # that TensorRT's fused attention takes
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
-def check_supported(kv_cache: KVCacheSpec) -> None:
-    """Refuse, before any work, a model whose attention TensorRT has no fused kernel for.
+def check_supported(spec: ModelSpec, *, plans: bool) -> None:
+    """Refuse, before any work, a model whose attention has no kernel.
+
+    Args:
+        plans: TensorRT is to build plans.
 
     Raises:
-        UnsupportedCheckpointError: with what it takes.
+        UnsupportedCheckpointError: with what is taken.
     """
-    if kv_cache.head_dim not in HEAD_DIMS:
+    head_dim = spec.kv_cache.head_dim
+    if head_dim not in HEAD_SIZES:
         raise UnsupportedCheckpointError(
-            f"attention heads of {kv_cache.head_dim} elements: TensorRT's attention takes multiples of 8 from 16 to 256"
+            f"attention heads of {head_dim} elements: TensorRT's attention takes multiples of 8 from {HEAD_SIZES[0]} "
+            f"to {HEAD_SIZES[-1]}; ort-cpu takes this model"
+        )
+    if plans and spec.heads < MIN_HEADS:
+        raise UnsupportedCheckpointError(
+            f"attention with {spec.heads} query heads: TensorRT's attention has no kernel for one new token with fewer "
+            f"than {MIN_HEADS}; ort-cpu and ort-cuda take this model"
         )
 
 

@@ -5,7 +5,9 @@ Neither the checkpoint nor PyTorch is needed here, so a bundle can be compiled o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from adx.engines.static_graphs import FOLDER, PHASES, WEIGHTS
 from adx.engines.tensorrt_build import PlanFacts, build_plan
 from adx.engines.tensorrt_library import TensorRTLibrary, check_capability, load_library
 from adx.engines.tensorrt_options import BuildOptions, check_options
+from adx.export.errors import Interrupted
 from adx.export.manifest import EngineRecord, Limits, adx_version
 from adx.export.spec import GraphSpec, KVCacheSpec, Phase
 
@@ -55,12 +58,15 @@ class GraphSource:
         graphs: specs of its graphs in `engines/onnx/`, one a phase.
         kv_cache: shape of the model's cache.
         limits: shape limits of the plans.
+        log: file outside the bundle that takes what the builder says; it moves into the bundle when a build is done,
+            and stays where it is when one fails, for the reader of the error.
     """
 
     folder: Path
     graphs: tuple[GraphSpec, ...]
     kv_cache: KVCacheSpec
     limits: Limits
+    log: Path
 
     def graph(self, phase: Phase) -> GraphSpec:
         """The graph of a phase."""
@@ -126,41 +132,43 @@ def compile(source: GraphSource, target: str, request: PlanRequest, report: Repo
     engines = []
     for sm in sms:
         place = engine_folder(target, sm)
-        log = source.folder / place / LOG
-        log.parent.mkdir(parents=True, exist_ok=True)
-        options = _with_timing_cache(request.options, library, source.folder / f"engines/{target}" / TIMING_CACHE)
+        (source.folder / place).mkdir(parents=True, exist_ok=True)
+        options = _with_timing_cache(request.options, library, source.folder / place / TIMING_CACHE)
         files = []
-        for phase in PHASES:
-            plan = source.folder / place / f"{phase}.plan"
-            facts = build_plan(
-                library,
-                source.folder / source.graph(phase).file,
-                plan,
-                profiles=profiles[phase],
-                fixed_dims={CACHE: source.limits.max_seq_len},
-                sm=sm,
-                options=options,
-                log=log,
-                report=report,
-            )
-            record = _record(
-                library, sm, profiles[phase], source.limits, options, facts, digests[phase], weights, plan, phase
-            )
-            files += [f"{place}/{plan.name}", f"{place}/{write_record(plan, record).name}"]
+        with _log_kept_on_failure(source.log):
+            for phase in PHASES:
+                plan = source.folder / place / f"{phase}.plan"
+                facts = build_plan(
+                    library,
+                    source.folder / source.graph(phase).file,
+                    plan,
+                    profiles=profiles[phase],
+                    fixed_dims={CACHE: source.limits.max_seq_len},
+                    sm=sm,
+                    options=options,
+                    log=source.log,
+                    report=report,
+                )
+                built = _Plan(plan, phase, profiles[phase], digests[phase], weights)
+                record = _record(library, sm, source.limits, options, facts, built)
+                files += [f"{place}/{plan.name}", f"{place}/{write_record(plan, record).name}"]
+        shutil.move(source.log, source.folder / place / LOG)
         built_with = {library.target: library.version, **({"cuda": library.cuda} if library.cuda else {})}
-        engines.append(
-            EngineRecord(
-                target,
-                (*files, f"{place}/{LOG}"),
-                f"{place}/prefill.plan",
-                f"{place}/decode.plan",
-                built_with,
-                None,
-                sm,
-                source.limits,
-            )
-        )
+        prefill, decode = (f"{place}/{phase}.plan" for phase in PHASES)
+        files.append(f"{place}/{LOG}")
+        engines.append(EngineRecord(target, tuple(files), prefill, decode, built_with, None, sm, source.limits))
     return tuple(engines)
+
+
+@contextmanager
+def _log_kept_on_failure(log: Path) -> Iterator[None]:
+    """A new log; a user who interrupts the build needs none."""
+    log.unlink(missing_ok=True)
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        log.unlink(missing_ok=True)
+        raise
 
 
 def bounded(limits: Limits) -> Limits:
@@ -179,6 +187,11 @@ def check_shape_options(texts: Sequence[str]) -> None:
             parse_shapes(text, option)
 
 
+def build_log(out: Path) -> Path:
+    """Where the log of a build for the bundle `out` is until it is done: beside the bundle."""
+    return out.with_name(f"{out.name}.build.log")
+
+
 def _with_timing_cache(options: BuildOptions, library: TensorRTLibrary, path: Path) -> BuildOptions:
     """TensorRT keeps what it measured beside the plans, unless another file is named; RTX measures nothing."""
     if options.timing_cache is not None or library.target == "tensorrt-rtx":
@@ -186,33 +199,35 @@ def _with_timing_cache(options: BuildOptions, library: TensorRTLibrary, path: Pa
     return replace(options, timing_cache=path)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """A plan that was built, and what it was built from."""
+
+    path: Path
+    phase: Phase
+    profiles: tuple[ShapeProfile, ...]
+    graph_sha256: str
+    weights_sha256: str
+
+
 def _record(
-    library: TensorRTLibrary,
-    sm: str,
-    profiles: tuple[ShapeProfile, ...],
-    limits: Limits,
-    options: BuildOptions,
-    facts: PlanFacts,
-    graph_sha256: str,
-    weights_sha256: str,
-    plan: Path,
-    phase: Phase,
+    library: TensorRTLibrary, sm: str, limits: Limits, options: BuildOptions, facts: PlanFacts, built: _Plan
 ) -> PlanRecord:
     return PlanRecord(
-        library.target,
-        library.version,
-        library.cuda,
-        sm,
-        options.hardware_compatible,
-        options.version_compatible,
-        phase,
-        limits,
-        profiles,
-        graph_sha256,
-        weights_sha256,
-        file_sha256(plan),
-        facts.bytes,
-        facts,
-        PlanOptions(options.opt_level, options.workspace_bytes, options.refit, options.strip),
-        adx_version(),
+        library=library.target,
+        library_version=library.version,
+        cuda=library.cuda,
+        compute_capability=sm,
+        hardware_compatible=options.hardware_compatible,
+        version_compatible=options.version_compatible,
+        phase=built.phase,
+        limits=limits,
+        profiles=built.profiles,
+        graph_sha256=built.graph_sha256,
+        weights_sha256=built.weights_sha256,
+        plan_sha256=file_sha256(built.path),
+        plan_bytes=facts.bytes,
+        facts=facts,
+        options=PlanOptions(options.opt_level, options.workspace_bytes, options.refit, options.strip),
+        adx_version=adx_version(),
     )

@@ -7,13 +7,13 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from adx.engines.devices import gpus
 from adx.export.errors import BackendError, UsageError
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -123,16 +123,7 @@ def parse_capability(text: str) -> str:
 
 def local_capability() -> str | None:
     """Compute capability of the first CUDA device, asked through the driver's own library; None without one."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return None
-    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return None
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, 0)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0)  # and ..._MINOR
-    return f"sm{major.value}{minor.value}"
+    return next((gpu.capability for gpu in gpus()), None)
 
 
 def _present(library: TensorRTLibrary, wanted: str | None, local: str | None) -> str:

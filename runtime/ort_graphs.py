@@ -152,6 +152,8 @@ def load_graph(path: Path, threads: int) -> onnxruntime.InferenceSession:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # The graph as it is written: weights are dequantized once when it is loaded, and not in every step.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=[PROVIDER])
     except Exception as error:  # ONNX Runtime's exceptions have no common base below Exception
