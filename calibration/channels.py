@@ -11,6 +11,7 @@ from adx.export.errors import UsageError
 
 Floats = NDArray[np.float32]
 LEVELS = 127
+LARGEST = LEVELS * 515.5  # the largest scale that float16 holds exactly and whose 127 steps it holds too
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def quantize_channels(weight: Floats) -> tuple[NDArray[np.int8], NDArray[np.floa
     largest = np.abs(weight).max(axis=1) if weight.size else np.zeros(len(weight), np.float32)
     if not np.isfinite(largest).all():
         raise UsageError("a weight holds NaN or infinity and cannot be quantized")
-    if largest.max(initial=0) > np.finfo(np.float16).max:
+    if float(largest.max(initial=0)) > LARGEST:
         raise UsageError(f"a weight of {largest.max():.3g} is too large for 8 bits with a float16 scale")
     exact = np.maximum(largest / LEVELS, np.finfo(np.float16).smallest_subnormal).astype(np.float32)
     scales = exact.astype(np.float16)

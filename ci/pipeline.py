@@ -18,11 +18,16 @@ from adx.export.errors import BackendError, UsageError
 from adx.export.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from adx.ci.figures import ParityFigures
     from adx.export.checkpoint import Checkpoint
     from adx.export.manifest import EngineRecord, Limits
     from adx.export.spec import GraphSpec
     from adx.export.trace import SemanticGraph
+
+_KERNEL_BYTES = 30_000_000  # of a plan, beside its weights
+_PLAN_SECONDS = 12
 
 __all__ = ["ExportPlan", "ExportRequest", "ExportResult", "export_bundle", "plan_export"]
 
@@ -34,10 +39,18 @@ def plan_export(request: ExportRequest) -> ExportPlan:
         AdxError: as `export_bundle`, for all that shows before the work begins.
     """
     from adx.export.checkpoint_load import load_config
-    from adx.export.checkpoint_spec import model_spec
 
     checkpoint = _checked(request)
-    return _plan(request, checkpoint, model_spec(checkpoint, load_config(checkpoint), request.max_seq_len))
+    return _plan(request, checkpoint, _spec(request, checkpoint, load_config(checkpoint)))
+
+
+def _spec(request: ExportRequest, checkpoint: Checkpoint, config: PreTrainedConfig) -> ModelSpec:
+    from adx.export.checkpoint_spec import model_spec
+
+    spec = model_spec(checkpoint, config, request.max_seq_len)
+    if not request.static:
+        return spec
+    return dataclasses.replace(spec, kv_cache=dataclasses.replace(spec.kv_cache, dtype="float16"))
 
 
 def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> ExportPlan:
@@ -63,8 +76,14 @@ def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> Ex
         + (" and the portable prefill and decode graphs" if request.keep_onnx else ""),
         "checks: parity with PyTorch float32 over prefill, decode and a greedy run",
     )
+    plans = len(request.plan_targets) * max(1, len(request.plans.sms)) if request.build else 0
     disk = takes.disk_bytes + (4 * spec.parameters if request.keep_onnx else 0)
-    return ExportPlan(lines, disk, takes.peak_memory_bytes, takes.seconds)
+    # Each plan has the weights of its phase, and takes seconds to build.
+    disk += plans * 2 * (takes.disk_bytes + _KERNEL_BYTES)
+    seconds = takes.seconds + plans * 2 * _PLAN_SECONDS
+    # The check of the graphs over a preallocated cache holds float32 copies for each phase.
+    memory = takes.peak_memory_bytes + (8 * spec.parameters if request.static else 0)
+    return ExportPlan(lines, disk, memory, seconds)
 
 
 def export_bundle(request: ExportRequest, report: Report = quiet) -> ExportResult:
@@ -87,7 +106,7 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
     from adx.ci.build_static import build_static
     from adx.export.bundle import Bundle, BundleWriter, check_free_space
     from adx.export.checkpoint_load import load_config, load_model
-    from adx.export.checkpoint_spec import model_spec, weights_sha256
+    from adx.export.checkpoint_spec import weights_sha256
     from adx.export.checkpoint_text import save_text_files
     from adx.export.trace import trace
 
@@ -95,14 +114,12 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
     report("reading the checkpoint", None)
     checkpoint = _checked(request)
     config = load_config(checkpoint)
-    spec = model_spec(checkpoint, config, request.max_seq_len)
+    spec = _spec(request, checkpoint, config)
     limits = _limits(request, spec)
     check_free_space(request.out, _plan(request, checkpoint, spec).disk_bytes)
     with BundleWriter(request.out, force=request.force) as writer:
         digest = weights_sha256(checkpoint, lambda done, total: report("hashing the weights", done / max(total, 1)))
-        spec = model_spec(checkpoint, config, request.max_seq_len, weights_sha256=digest)
-        if request.static:
-            spec = dataclasses.replace(spec, kv_cache=dataclasses.replace(spec.kv_cache, dtype="float16"))
+        spec = dataclasses.replace(spec, weights_sha256=digest)
         report("loading the weights", None)
         model = load_model(checkpoint, config=config)
         save_text_files(checkpoint, writer.folder, config=config)

@@ -32,9 +32,10 @@ from adx.export.weights_file import WeightsFile
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+HALF_MAX = float(np.finfo(np.float16).max)
 # Largest magnitude of a float16 tensor that is let be: an eighth of float16's end, since other text than the
 # calibration samples goes further.
-LARGEST = float(np.finfo(np.float16).max) / 8
+LARGEST = HALF_MAX / 8
 
 
 @dataclass
@@ -168,7 +169,7 @@ class HalfLinears:
 
 def _check_range(name: str, array: Floats) -> None:
     largest = float(np.abs(array).max(initial=0))
-    if not largest <= np.finfo(np.float16).max:
+    if not largest <= HALF_MAX:
         raise LoweringError(
             f"{name} holds a weight of {largest:.3g}, and float16 ends at 65504: this checkpoint cannot be built for a "
             "target that computes in float16; ort-cpu takes it"
