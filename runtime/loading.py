@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from adx.export.bundle import Bundle
 
 
+GRAPHS = "onnx"  # what plans are built from, on ONNX Runtime's CPU provider; never chosen unless it is named
+
+
 def load(bundle: str | os.PathLike[str], *, target: str | None = None, threads: int | None = None) -> Generator:
     """Open a bundle, ready to generate.
 
@@ -33,12 +36,21 @@ def load(bundle: str | os.PathLike[str], *, target: str | None = None, threads: 
     from adx.export.bundle import Bundle
 
     opened = Bundle.open(bundle)
-    session = _OPENERS[_choose_target(opened, target)](opened, threads)
+    session = _open(opened, _choose_target(opened, target), threads)
     config = _generation_config(opened.path)
     codec = None
     if opened.find("tokenizer.json") is not None:
         codec = TextCodec.open(opened.path, bos=config.get("bos_token_id"))
     return Generator(session, codec, config)
+
+
+def _open(bundle: Bundle, target: str, threads: int | None) -> Session:
+    try:
+        return _OPENERS[target](bundle, threads)
+    except BackendError as error:
+        if target == GRAPHS or all(engine.target != GRAPHS for engine in bundle.manifest.engines):
+            raise
+        raise BackendError(f"{error}; --target {GRAPHS} runs the same graphs on the CPU, for checks") from error
 
 
 def _open_ort_cpu(bundle: Bundle, threads: int | None) -> Session:
@@ -59,28 +71,33 @@ def _static(name: str) -> Callable[[Bundle, int | None], Session]:
     return opener
 
 
-# What opens a target's engine; a new backend is a line here and a file beside this one. `onnx` is what the plans were
-# built from, on ONNX Runtime's CPU provider.
+# What opens a target's engine; a new backend is a line here and a file beside this one.
 _OPENERS: Mapping[str, Callable[[Bundle, int | None], Session]] = {
     "ort-cpu": _open_ort_cpu,
     "ort-cuda": _static("open_ort_cuda"),
     "tensorrt": _static("open_tensorrt"),
     "tensorrt-rtx": _static("open_tensorrt_rtx"),
-    "onnx": _static("open_onnx"),
+    GRAPHS: _static("open_onnx"),
 }
 
 
 def _choose_target(bundle: Bundle, target: str | None) -> str:
     held = [engine.target for engine in bundle.manifest.engines]
     if target is None:
-        runnable = [name for name in held if name in _OPENERS]
+        runnable = [name for name in held if name in _OPENERS and name != GRAPHS]
         if runnable:
             return runnable[0]
+        if GRAPHS in held:
+            raise BackendError(
+                f"{bundle.path} holds graphs and no plans yet: build them on the host with the GPU (adx compile "
+                f"{bundle.path} --target tensorrt, or tensorrt-rtx); --target {GRAPHS} runs the graphs on the CPU, for "
+                "checks"
+            )
         raise BackendError(f"this adx runs engines for {', '.join(_OPENERS)}; {bundle.path} has {_listed(held)}")
     if target not in held:
         raise BackendError(
             f"{bundle.path} has no engine for {target!r}, it has {_listed(held)}: "
-            f"export the model with `--target {target}`"
+            + (f"adx compile {bundle.path} --target {target}" if GRAPHS in held else f"export with --target {target}")
         )
     if target not in _OPENERS:
         raise BackendError(f"this adx cannot run {target!r} engines, only {', '.join(_OPENERS)}")

@@ -337,14 +337,15 @@ def bundle(folder: Path, targets: Sequence[str], *, tokenizer: bool = True) -> P
 
 def test_target_that_the_bundle_lacks_names_what_it_has(tmp_path: Path) -> None:
     path = bundle(tmp_path / "one", ["ort-cpu"])
-    with pytest.raises(
-        BackendError, match=r"no engine for 'tensorrt', it has ort-cpu: export the model with `--target"
-    ):
+    with pytest.raises(BackendError, match=r"no engine for 'tensorrt', it has ort-cpu: export with --target tensorrt"):
         load(path, target="tensorrt")
-    other = bundle(tmp_path / "two", ["tensorrt"])
-    for target, message in ((None, "runs engines for ort-cpu; .* has tensorrt"), ("tensorrt", "cannot run 'tensorrt'")):
+    other = bundle(tmp_path / "two", ["coreml"])
+    for target, message in ((None, "runs engines for ort-cpu.* has coreml"), ("coreml", "cannot run 'coreml'")):
         with pytest.raises(BackendError, match=message):
             load(other, target=target)
+    graphs = bundle(tmp_path / "three", ["onnx"])
+    with pytest.raises(BackendError, match=r"no plans yet.*adx compile .*three --target tensorrt.*--target onnx"):
+        load(graphs)
     with pytest.raises(BundleError, match="does not exist"):
         load(tmp_path / "none")
 
