@@ -122,6 +122,10 @@ class TimedSession:
         self.calls.append(time.perf_counter() - start)
         return logits
 
+    def close(self) -> None:
+        """See `Session.close`."""
+        self._inner.close()
+
     def decode(self, tokens: Tokens, cache: KVCache) -> Logits:
         """As `Session.decode`."""
         start = time.perf_counter()

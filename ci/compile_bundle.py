@@ -161,9 +161,15 @@ def _limits(request: CompileRequest, own: Limits) -> Limits:
 
 
 def _without(bundle: Bundle, places: Sequence[str]) -> Bundle:
-    """The bundle without the files below `places`."""
+    """The bundle without the files below `places`, but for what the builder measured: the new build starts from it."""
+    from adx.engines.tensorrt import TIMING_CACHE
+
     files = bundle.manifest.files
-    kept = tuple(file for file in files if not any(file.path.startswith(f"{place}/") for place in places))
+    kept = tuple(
+        file
+        for file in files
+        if file.path.endswith(f"/{TIMING_CACHE}") or not any(file.path.startswith(f"{place}/") for place in places)
+    )
     dropped = {file.path for file in files} - {file.path for file in kept}
     engines = tuple(engine for engine in bundle.manifest.engines if dropped.isdisjoint(engine.files))
     return dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, files=kept, engines=engines))

@@ -62,6 +62,7 @@ _MODULES = {"tensorrt": (("tensorrt",),), "tensorrt-rtx": (("tensorrt_rtx",), ("
 _PROVIDERS = {"ort-cuda": "CUDAExecutionProvider", "ort-tensorrt": "TensorrtExecutionProvider"}
 _ORT_GPU = "pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
 _DEFAULT_SECONDS = 600.0
+_TIME = "raise --timeout, or check one --backend at a time"
 
 State = Literal["yes", "no", "not checked"]
 EXIT_CODES: Mapping[State, int] = {"yes": 0, "no": 1, "not checked": BackendError.exit_code}
@@ -123,7 +124,7 @@ def check(backends: Sequence[str], devices: Sequence[Gpu], run: Run, seconds: fl
             if (reason := obstacle(backend, devices)) is not None:
                 verdicts.append(Verdict(backend, "not checked", reason))
             elif (left := end - time.monotonic()) <= 0:
-                verdicts.append(Verdict(backend, "no", f"no time was left of {seconds:.0f} s: raise --timeout"))
+                verdicts.append(Verdict(backend, "no", f"no time was left of {seconds:.0f} s: {_TIME}"))
             else:
                 print(f"checking {backend}", file=sys.stderr, flush=True)
                 verdicts.append(run(backend, Path(folder), left))
@@ -152,7 +153,7 @@ def run_tests(backend: str, folder: Path, seconds: float) -> Verdict:
                 os.killpg(process.pid, signal.SIGKILL)
     spent = time.monotonic() - started
     if code is None:
-        return Verdict(backend, "no", f"not done after {spent:.0f} s: raise --timeout", seconds=spent)
+        return Verdict(backend, "no", f"not done after {spent:.0f} s: {_TIME}", seconds=spent)
     return read_report(backend, report, code, spent)
 
 

@@ -234,6 +234,7 @@ def _parity(source: Source, built: Built) -> ParityFigures:
         seed=request.seed,
         report=source.report,
     )
+    session.close()
     length = min(128, source.limits.max_input_len)
     misses = built.check([corpus.row(start * length, length) for start in range(8)])
     return dataclasses.replace(figures, misses=(*figures.misses, *misses))

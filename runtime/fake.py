@@ -89,6 +89,9 @@ class FakeSession:
         cache.lengths += new
         return out
 
+    def close(self) -> None:
+        """See `Session.close`; there is nothing to free."""
+
     def _check(self, tokens: Tokens, cache: KVCache) -> None:
         if tokens.ndim != 2 or tokens.dtype != np.int64 or tokens.shape[0] != cache.batch_size or not tokens.shape[1]:
             raise UsageError(f"tokens of {tokens.dtype} {tokens.shape} do not fit a cache of {cache.batch_size} rows")

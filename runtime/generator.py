@@ -74,8 +74,10 @@ class Generator:
         self.close()
 
     def close(self) -> None:
-        """Let go of the model's memory; a second call does nothing."""
-        self._session = None
+        """Free the model's memory; a second call does nothing."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def sampling_params(self, **options: Any) -> SamplingParams:
         """The settings that `generate(..., **options)` uses.

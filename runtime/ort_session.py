@@ -135,6 +135,10 @@ class OrtSession:
         cache.lengths[:] = after
         return logits.reshape(batch, length, -1)
 
+    def close(self) -> None:
+        """See `Session.close`."""
+        del self._session
+
     def _kept_step(self, cache: KVCache) -> _Step:
         """The binding for one new token a row, made once for a cache."""
         step = cache.bound.get(TARGET)

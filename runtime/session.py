@@ -65,3 +65,7 @@ class Session(Protocol):
             (B, T, V): logits after each new token. The array may be reused by the next call.
         """
         ...
+
+    def close(self) -> None:
+        """Free what the engine holds, the buffers of its caches on a device included; it cannot be used then."""
+        ...

@@ -346,6 +346,9 @@ class TorchSession:
         rows = np.zeros((batch_size, capacity or self.capacity), np.float32)
         return KVCache(buffers=[rows], lengths=np.zeros(batch_size, np.int64), capacity=rows.shape[1])
 
+    def close(self) -> None:
+        """Nothing to free."""
+
     def prefill(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: KVCache, wanted: str = "last"
     ) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from adx.cli.command import AdxCommand
 from adx.cli.main import COMMANDS, cli, main
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/cli.md", "docs/python.md", "docs/bundle.md", "docs/architecture.md")
+PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 

@@ -16,8 +16,8 @@ PACKAGES = ("export", "calibration", "engines", "runtime", "ci", "cli")
 
 
 def package_files() -> set[str]:
-    """Every file of the packages, as it is spelled in the wheel."""
-    files = (path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
+    """Every file of the packages, as it is spelled in the wheel; scripts for a checkout have no suffix."""
+    files = (path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file() and path.suffix)
     return {f"adx/{path.relative_to(ROOT).as_posix()}" for path in files if "__pycache__" not in path.parts}
 
 

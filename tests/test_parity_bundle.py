@@ -82,7 +82,7 @@ def test_a_sound_bundle_passes(make: Make, checkpoint: Path, engine: SimpleNames
     result = verify_bundle(make(), str(checkpoint), threads=1, report=lambda stage, _: stages.append(stage))
     assert result.passed
     assert result.integrity.startswith("2 files")
-    assert engine.loaded == [{"threads": 1}]
+    assert engine.loaded == [{"target": None, "threads": 1}]
     plain = json.loads(json.dumps(dataclasses.asdict(result), allow_nan=False))
     assert plain["parity"].keys() >= {
         *("kl_mean", "top1", "max_abs_logit_error", "logit_range", "greedy_identical"),
