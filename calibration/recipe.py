@@ -126,10 +126,13 @@ def make_channel_recipe(
         found = None if inputs is None else inputs.get(name)
         if matched is not None:
             layers[name] = LayerRecipe(None, f"excluded by {matched!r}")
-        elif found is None or linears[name].role == "head":
+        elif inputs is None:
+            layers[name] = LayerRecipe(ChannelScheme())
+        elif found is None:
+            layers[name] = LayerRecipe(ChannelScheme(), "its input stays float: no calibration sample reached it")
+        elif linears[name].role == "head":
             # Noise in the head's input is noise in the logits, with no layer after it to average over.
-            reason = None if inputs is None else "its input stays float: it makes the logits"
-            layers[name] = LayerRecipe(ChannelScheme(), reason)
+            layers[name] = LayerRecipe(ChannelScheme(), "its input stays float: it makes the logits")
         elif found.noise > INPUT_NOISE:
             reason = f"its input stays float: in 8 bits its noise would be {found.noise:.2g} of it"
             layers[name] = LayerRecipe(ChannelScheme(), reason)

@@ -100,7 +100,9 @@ def read_samples(
     ids = Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
     start = [] if bos is None else [bos]
     width = length - len(start)
-    count = min(rows, len(ids) // max(width, 1))
+    if width < 1:
+        raise UsageError(f"samples of {length} tokens: the first is the beginning-of-text token, so take 2 or more")
+    count = min(rows, len(ids) // width)
     if count < 1:
         raise UsageError(
             f"calibration data {path}: its text makes {len(ids)} tokens, and one sample takes {width}: give more text, "
@@ -114,13 +116,13 @@ def _texts(path: Path) -> Iterator[str]:
     if path.suffix not in SUFFIXES:
         raise UsageError(f"calibration data {path}: accepted are files that end in {' or '.join(SUFFIXES)}")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"calibration data {path} cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".txt":
         yield content
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):  # other line separators may stand inside a string
         if line.strip():
             yield _text_of(line, f"{path}, line {number}")
 

@@ -20,7 +20,11 @@ def calibration_samples(source: Source) -> CalibrationSamples:
     Raises:
         UsageError: the calibration data cannot be used.
     """
-    request = source.request
+    request, capacity = source.request, source.spec.kv_cache.capacity
+    if request.calib_seq_len is not None and request.calib_seq_len > capacity:
+        raise UsageError(
+            f"--calib-seq-len {request.calib_seq_len}: a sequence of this export has 1 to {capacity} tokens"
+        )
     samples = _written_by_model(source) if request.calib_data is None else _from_data(source)
     path = source.folder / FILE
     path.parent.mkdir(exist_ok=True)
@@ -51,6 +55,6 @@ def _from_data(source: Source) -> CalibrationSamples:
     source.report("reading calibration data", None)
     bos = source.model.config.get_text_config().bos_token_id
     rows = request.calib_size or DATA_ROWS
-    length = min(request.calib_seq_len or DATA_LENGTH, source.spec.kv_cache.capacity)
+    length = request.calib_seq_len or min(DATA_LENGTH, source.spec.kv_cache.capacity)
     begin = bos if isinstance(bos, int) else None
     return read_samples(request.calib_data, tokenizer, bos=begin, rows=rows, length=length)
