@@ -112,6 +112,16 @@ def read_samples(
     return CalibrationSamples(path.name, None, tokens)
 
 
+def check_data(path: Path) -> None:
+    """Whether a file can be read as calibration data.
+
+    Raises:
+        UsageError: it is no `.txt` or `.jsonl`, or does not hold what these hold.
+    """
+    for _ in _texts(path):
+        pass
+
+
 def _texts(path: Path) -> Iterator[str]:
     if path.suffix not in SUFFIXES:
         raise UsageError(f"calibration data {path}: accepted are files that end in {' or '.join(SUFFIXES)}")

@@ -6,12 +6,31 @@ import json
 from typing import TYPE_CHECKING
 
 from adx.ci.built import Source
+from adx.ci.export_request import ExportRequest
 from adx.export.errors import UsageError
+from adx.export.spec import ModelSpec
 
 if TYPE_CHECKING:
     from adx.calibration.samples import CalibrationSamples
 
 FILE = "reports/calibration.json"
+
+
+def check_calibration(request: ExportRequest, spec: ModelSpec) -> None:
+    """What can be said of the calibration before any work.
+
+    Raises:
+        UsageError: the data is no text that can be read, or samples are longer than a sequence.
+    """
+    from adx.calibration.samples import check_data
+
+    capacity = spec.kv_cache.capacity
+    if request.calib_seq_len is not None and request.calib_seq_len > capacity:
+        raise UsageError(
+            f"--calib-seq-len {request.calib_seq_len}: a sequence of this export has 1 to {capacity} tokens"
+        )
+    if request.calib_data is not None:
+        check_data(request.calib_data)
 
 
 def calibration_samples(source: Source) -> CalibrationSamples:

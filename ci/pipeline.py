@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adx.ci.built import Built, Source
+from adx.ci.calibration import check_calibration
 from adx.ci.export_record import manifest_of, summary_of
 from adx.ci.export_request import PORTABLE_OPSET, ExportPlan, ExportRequest, ExportResult
 from adx.ci.progress import Report, quiet
@@ -63,6 +64,7 @@ def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> Ex
         static_graphs.check_supported(spec, plans=bool(request.plan_targets))
     else:
         ort_cpu.check_supported(spec.kv_cache)
+    check_calibration(request, spec)
     takes = estimate(checkpoint, spec, request.precision)
     kv = spec.kv_cache
     windows = sorted({w for w in kv.windows if w is not None})

@@ -240,3 +240,64 @@ def test_the_bounds_were_measured_on_text(bundle: Path) -> None:
     report = json.loads((bundle / "reports" / "parity.json").read_text())
     assert report["text"] == "text"
     assert len(corpus.tokens) > 512
+
+
+# Plans for TensorRT for RTX, from graphs with weights and activations in 8 bits.
+
+RTX = ("tensorrt_rtx_bindings", "onnxruntime_ep_nv_tensorrt_rtx")
+DOCS = Path(__file__).parents[1] / "docs"
+
+needs_rtx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in RTX),
+    reason="TensorRT for RTX is not installed: pip install 'adx-toolchain[tensorrt-rtx]'",
+)
+
+
+@pytest.fixture(scope="session")
+def planned(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One export with plans for sm89, calibrated on a text of these docs (the model takes minutes to write one)."""
+    out = tmp_path_factory.mktemp("smollm2-rtx") / "int8"
+    text = out.parent / "text.txt"
+    text.write_text("\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("architecture.md", "bundle.md")))
+    command = [sys.executable, "-m", "adx.cli.main", "export", str(gguf), "--int8", "--target", "tensorrt-rtx"]
+    options = ["--sm", "sm89", "--calib-data", str(text), "--calib-size", "8", "--calib-seq-len", "64"]
+    limits = ["--max-batch-size", "1", "--max-seq-len", "2048", "--threads", THREADS]
+    done = subprocess.run(
+        [*command, *options, *limits, "-o", str(out), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=out.parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@needs_rtx
+def test_plans_write_keys_and_values_in_place(planned: dict[str, Any]) -> None:
+    """Two cache updates a layer, every attention whole, no plugin; weights of one byte each and the scales."""
+    bundle = Bundle.open(planned["bundle"])
+    bundle.verify_files()
+    plans = {(engine.target, engine.compute_capability) for engine in bundle.manifest.engines}
+    assert plans == {("tensorrt-rtx", "sm89"), ("onnx", None)}
+    for phase in ("prefill", "decode"):
+        facts = json.loads((bundle.path / f"engines/tensorrt-rtx/sm89/{phase}.plan.json").read_text())["facts"]
+        assert facts["kv_cache_updates"] == 60
+        assert (facts["attentions"], facts["attentions_decomposed"], facts["plugins"]) == (30, 0, 0)
+        assert facts["layers"]["QUANTIZE"] >= 100
+        assert PARAMETERS <= facts["weights_bytes"] <= 1.6 * PARAMETERS
+    weights = (bundle.path / "engines/onnx/weights.data").stat().st_size
+    assert PARAMETERS <= weights <= 1.03 * PARAMETERS, "the tied table is stored once"
+
+
+@needs_rtx
+def test_graphs_of_the_plans_are_within_their_bounds(planned: dict[str, Any]) -> None:
+    parity = planned["parity"]
+    assert planned["passed"] is True
+    assert parity["bound"]["precision"] == "int8-activations"
+    assert parity["kl_mean"] <= 0.03
+    assert parity["top1"] >= 0.92
+    assert parity["perplexity_ratio"] <= 1.03
+    assert Bundle.open(planned["bundle"]).manifest.kv_cache.bytes_per_token() == 30 * 2 * 3 * 64 * 2

@@ -325,8 +325,18 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(checkpoint: Path, 
 def test_a_window_holds_some_of_the_text(checkpoint: Path, tmp_path: Path) -> None:
     """A window of one token would be the beginning-of-text token alone."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    with pytest.raises(UsageError, match="calib-seq-len"):
+    with pytest.raises(UsageError, match="2 or more"):
         export(checkpoint, tmp_path / "out", "fp16", calib_data=tmp_path / "text.txt", calib_seq_len=1)
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["by the model", "by the user"])
+def test_a_window_is_no_longer_than_a_sequence(checkpoint: Path, tmp_path: Path, written: bool) -> None:
+    """What was asked for is refused with the limit, and not cut."""
+    data = tmp_path / "text.txt"
+    data.write_text(TEXT, encoding="utf-8")
+    options = {"calib_seq_len": 41, "max_seq_len": 40, "calib_data": None if written else data}
+    with pytest.raises(UsageError, match=r"--calib-seq-len 41.* 40 tokens"):
+        export(checkpoint, tmp_path / "out", "fp16", **options)
 
 
 def test_what_data_gives_without_being_asked(checkpoint: Path, tmp_path: Path) -> None:
