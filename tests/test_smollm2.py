@@ -266,7 +266,7 @@ def planned(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         [*command, *options, *limits, "-o", str(out), "--json"],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         cwd=out.parent,
         check=False,
     )
