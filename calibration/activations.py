@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from adx.calibration.ranges import LayerRange, Tokens, run_observed
+from adx.calibration.ranges import LayerRange, Progress, Tokens, run_observed
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,7 @@ def quantize_inputs(
     ranges: Mapping[str, LayerRange],
     divisors: Mapping[str, Floats],
     method: Method = "minmax",
+    progress: Progress = lambda fraction: None,
 ) -> dict[str, InputQuantization]:
     """Scales for the inputs of every linear layer.
 
@@ -67,7 +68,7 @@ def quantize_inputs(
     if method == "percentile":
         reach = _percentiles(model, rows, inverse, reach)
     scales = {name: max(top, _SMALLEST) / LEVELS for name, top in reach.items()}
-    noise = _noise(model, rows, inverse, scales)
+    noise = _noise(model, rows, inverse, scales, progress)
     return {name: InputQuantization(scales[name], noise[name]) for name in ranges}
 
 
@@ -92,7 +93,11 @@ def _percentiles(
 
 
 def _noise(
-    model: PreTrainedModel, rows: Sequence[Tokens], inverse: Mapping[str, Floats], scales: Mapping[str, float]
+    model: PreTrainedModel,
+    rows: Sequence[Tokens],
+    inverse: Mapping[str, Floats],
+    scales: Mapping[str, float],
+    progress: Progress,
 ) -> dict[str, float]:
     sums = dict.fromkeys(scales, 0.0)
     tokens = dict.fromkeys(scales, 0)
@@ -106,5 +111,5 @@ def _noise(
         sums[name] += float(relative.sum())
         tokens[name] += len(values)
 
-    run_observed(model, rows, observe)
+    run_observed(model, rows, observe, progress)
     return {name: sums[name] / max(tokens[name], 1) for name in scales}

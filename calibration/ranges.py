@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Tokens = NDArray[np.int64]
 Ranges = dict[str, NDArray[np.float32]]
+Progress = Callable[[float], None]  # which part is done, 0 to 1
 Observe = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
 
 
@@ -36,7 +37,9 @@ class LayerRange:
     output: float
 
 
-def layer_ranges(model: PreTrainedModel, rows: Iterable[Tokens]) -> dict[str, LayerRange]:
+def layer_ranges(
+    model: PreTrainedModel, rows: Sequence[Tokens], progress: Progress = lambda fraction: None
+) -> dict[str, LayerRange]:
     """Ranges of every linear layer by name; `rows` of token ids go through the model one by one.
 
     Memory does not depend on the number of rows.
@@ -54,7 +57,7 @@ def layer_ranges(model: PreTrainedModel, rows: Iterable[Tokens]) -> dict[str, La
         counts[name] = counts.get(name, 0) + len(flat)
         outputs[name] = max(outputs.get(name, 0.0), float(y.abs().max()))
 
-    run_observed(model, rows, observe)
+    run_observed(model, rows, observe, progress)
     return {
         name: LayerRange(largest[name], (squares[name] / counts[name]).astype(np.float32), outputs[name])
         for name in largest
@@ -63,16 +66,22 @@ def layer_ranges(model: PreTrainedModel, rows: Iterable[Tokens]) -> dict[str, La
 
 def input_ranges(model: PreTrainedModel, samples: CalibrationSamples) -> Ranges:
     """Largest magnitude per input channel, by the layer's name, (in,) float32."""
-    return {name: found.inputs for name, found in layer_ranges(model, samples.tokens).items()}
+    return {name: found.inputs for name, found in layer_ranges(model, list(samples.tokens)).items()}
 
 
-def run_observed(model: PreTrainedModel, rows: Iterable[Tokens], observe: Observe) -> None:
+def run_observed(
+    model: PreTrainedModel,
+    rows: Sequence[Tokens],
+    observe: Observe,
+    progress: Progress = lambda fraction: None,
+) -> None:
     """Run rows of token ids through the model; `observe` gets (layer's name, input, output) of each linear layer."""
     import torch
 
     caller: Any = model
     with _observed(model, observe), torch.inference_mode():
-        for row in rows:
+        for index, row in enumerate(rows):
+            progress(index / len(rows))
             caller(input_ids=torch.from_numpy(row)[None], use_cache=False)
 
 

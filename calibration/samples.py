@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,14 @@ class CalibrationSamples:
         return {"source": self.source, "seed": self.seed, "sha256": self.sha256, "tokens": self.tokens.tolist()}
 
 
-def write_samples(model: PreTrainedModel, *, seed: int, rows: int = ROWS, length: int = LENGTH) -> CalibrationSamples:
+def write_samples(
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    rows: int = ROWS,
+    length: int = LENGTH,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> CalibrationSamples:
     """Let the model continue its beginning-of-text token (else its first token) by plain sampling at temperature 1.
 
     An end-of-text token does not end a row: what follows it is another text.
@@ -72,7 +79,8 @@ def write_samples(model: PreTrainedModel, *, seed: int, rows: int = ROWS, length
     argument = cache_argument(model)
     cache = DynamicCache(config=config)  # grows in place
     with torch.inference_mode():
-        for _ in range(length):
+        for step in range(length):
+            progress(step / length)
             out = caller(input_ids=tokens[:, -1:], use_cache=True, **{argument: cache})
             chances = torch.softmax(out.logits[:, -1].float(), -1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=random)], 1)
@@ -123,13 +131,15 @@ def check_data(path: Path) -> None:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"calibration data {path}: accepted are files that end in {' or '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise UsageError(f"calibration data {path} is no file")
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"calibration data {path} cannot be read as UTF-8 text: {error}") from error
-    if path.suffix == ".txt":
+    if path.suffix.lower() == ".txt":
         yield content
         return
     for number, line in enumerate(content.split("\n"), 1):  # other line separators may stand inside a string
@@ -140,9 +150,11 @@ def _texts(path: Path) -> Iterator[str]:
 def _text_of(line: str, where: str) -> str:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"calibration data {where}: not JSON: {error}") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise UsageError(f'calibration data {where}: an object with a string under "text" is expected')
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UsageError(f"calibration data {where}: half of a surrogate pair, which is no character")
     return text

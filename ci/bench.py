@@ -107,7 +107,7 @@ class TimedSession:
         self._inner = inner
         self.vocab_size, self.capacity = inner.vocab_size, inner.capacity
         self.max_batch_size, self.recompute_at = inner.max_batch_size, inner.recompute_at
-        self.max_input_len = inner.max_input_len
+        self.max_input_len, self.two_graphs = inner.max_input_len, inner.two_graphs
         self.provider, self.threads = inner.provider, inner.threads
         self.calls: list[float] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from adx.ci.built import Built, Remembered, Source, counter, linear_count, onnx_packages
@@ -36,8 +37,8 @@ def build_static(source: Source) -> Built:
 
     request, report = source.request, source.report
     samples = calibration_samples(source)
-    report("measuring activations", None)
-    ranges = layer_ranges(source.model, samples.windows())
+    rows = list(samples.windows())
+    ranges = layer_ranges(source.model, rows, partial(report, "measuring activations"))
     smoothed = request.algorithm == "smoothquant"
     inputs = _input_scales(source, samples, ranges, smoothed) if request.quantizes_activations else None
     made = Remembered(
@@ -65,12 +66,13 @@ def build_static(source: Source) -> Built:
 
     def session() -> Session:
         from adx.runtime.ort_graphs import OrtGraphs
-        from adx.runtime.static_session import StaticSession
+        from adx.runtime.static_session import CHECK_CHUNK, StaticSession
 
         kv_cache, vocab_size = source.spec.kv_cache, source.spec.vocab_size
         prefill, decode = (source.folder / by_phase[phase] for phase in static_graphs.PHASES)
         executor = OrtGraphs(prefill, decode, kv_cache, vocab_size, threads=request.threads)
-        return StaticSession(executor, kv_cache, vocab_size, max_batch_size=source.limits.max_batch_size)
+        batch = source.limits.max_batch_size
+        return StaticSession(executor, kv_cache, vocab_size, max_batch_size=batch, prefill_chunk=CHECK_CHUNK)
 
     def check(rows: Sequence[Tokens]) -> tuple[str, ...]:
         from adx.ci.half_range import overflows
@@ -89,8 +91,9 @@ def _input_scales(
 
     choose = by_activations({name: found.inputs for name, found in ranges.items()}, ALPHA)
     divisors = input_divisors(source.semantic, choose) if smoothed else {}
-    source.report("choosing scales for activations", None)
-    return quantize_inputs(source.model, list(samples.windows()), ranges, divisors, source.request.calib_method)
+    progress = partial(source.report, "choosing scales for activations")
+    rows = list(samples.windows())
+    return quantize_inputs(source.model, rows, ranges, divisors, source.request.calib_method, progress)
 
 
 def _smoothing(ranges: Mapping[str, LayerRange], inputs: Mapping[str, InputQuantization] | None) -> Choose:

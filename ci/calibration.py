@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adx.ci.built import Source
@@ -11,6 +13,8 @@ from adx.export.errors import UsageError
 from adx.export.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from adx.calibration.samples import CalibrationSamples
 
 FILE = "reports/calibration.json"
@@ -44,36 +48,49 @@ def calibration_samples(source: Source) -> CalibrationSamples:
         raise UsageError(
             f"--calib-seq-len {request.calib_seq_len}: a sequence of this export has 1 to {capacity} tokens"
         )
-    samples = _written_by_model(source) if request.calib_data is None else _from_data(source)
+    if request.calib_data is None:
+        samples = _written_by_model(source)
+    else:
+        source.report("reading calibration data", None)
+        samples = _from_data(request, source.spec, source.folder, source.model.config)
     path = source.folder / FILE
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(samples.to_dict()) + "\n", encoding="utf-8")
     return samples
 
 
+def check_samples(request: ExportRequest, spec: ModelSpec, folder: Path, config: PreTrainedConfig) -> None:
+    """Whether calibration data has text enough for the model's tokenizer, before the weights are loaded.
+
+    Raises:
+        UsageError: it has not, or there is no tokenizer.
+    """
+    if request.calib_data is not None:
+        _from_data(request, spec, folder, config)
+
+
 def _written_by_model(source: Source) -> CalibrationSamples:
     from adx.calibration.samples import LENGTH, ROWS, write_samples
 
-    request = source.request
-    source.report("letting the model write calibration text", None)
+    request, stage = source.request, "letting the model write calibration text"
+    source.report(stage, None)
     rows, length = request.calib_size or ROWS, request.calib_seq_len or LENGTH
-    return write_samples(source.model, seed=request.seed, rows=rows, length=length)
+    progress = partial(source.report, stage)
+    return write_samples(source.model, seed=request.seed, rows=rows, length=length, progress=progress)
 
 
-def _from_data(source: Source) -> CalibrationSamples:
+def _from_data(request: ExportRequest, spec: ModelSpec, folder: Path, config: PreTrainedConfig) -> CalibrationSamples:
     from adx.calibration.samples import DATA_LENGTH, DATA_ROWS, read_samples
 
-    request = source.request
     assert request.calib_data is not None
-    tokenizer = source.folder / "tokenizer.json"
+    tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise UsageError(
             f"--calib-data {request.calib_data}: the checkpoint has no tokenizer.json to read it with; leave the "
             "option out, and the model writes the calibration text itself"
         )
-    source.report("reading calibration data", None)
-    bos = source.model.config.get_text_config().bos_token_id
+    bos = config.get_text_config().bos_token_id
     rows = request.calib_size or DATA_ROWS
-    length = request.calib_seq_len or min(DATA_LENGTH, source.spec.kv_cache.capacity)
+    length = request.calib_seq_len or min(DATA_LENGTH, spec.kv_cache.capacity)
     begin = bos if isinstance(bos, int) else None
     return read_samples(request.calib_data, tokenizer, bos=begin, rows=rows, length=length)

@@ -58,6 +58,7 @@ def _compile(request: CompileRequest, report: Report) -> CompileResult:
     started = time.perf_counter()
     whole, kept, source = _checked(request)
     kept.verify_files(lambda done, total: report("checking the bundle", done / max(total, 1)))
+    place = Path(os.path.realpath(_out(request)))  # "." is another folder once the bundle is replaced
     with BundleWriter(_out(request), force=request.force or request.in_place) as writer:
         _carry_over(kept, writer.folder, link=request.in_place, report=report)
         source = dataclasses.replace(source, folder=writer.folder)
@@ -68,7 +69,7 @@ def _compile(request: CompileRequest, report: Report) -> CompileResult:
             raise BundleError(f"{request.bundle} was changed by another process meanwhile: run the command again")
         manifest = _manifest(whole.manifest, engines, request.command)
         writer.commit(manifest, lambda done, total: report("hashing the bundle", done / max(total, 1)))
-    seconds, size = time.perf_counter() - started, Bundle.open(_out(request)).total_bytes()
+    seconds, size = time.perf_counter() - started, Bundle.open(place).total_bytes()
     return CompileResult(
         str(_out(request)),
         whole.manifest.parity.get("passed"),
@@ -89,7 +90,7 @@ def _checked(request: CompileRequest) -> tuple[Bundle, Bundle, GraphSource]:
     """The bundle, what of it stays, and what plans are built from, after every check that reads no large file."""
     from adx.engines import tensorrt
     from adx.engines.static_graphs import PHASES
-    from adx.export.bundle import check_output
+    from adx.export.bundle import check_free_space, check_output
 
     _check_request(request)
     whole = _read(request.bundle)
@@ -102,10 +103,29 @@ def _checked(request: CompileRequest) -> tuple[Bundle, Bundle, GraphSource]:
         for target in request.targets
         for sm in tensorrt.prepare(target, request.plans, hint)[1]
     ]
+    _refuse_inside(request)
     check_output(Path(os.path.realpath(_out(request))), force=request.force or request.in_place)
     if request.in_place:
         _refuse_strangers(whole)
-    return whole, _without(whole, places), source
+    kept = _without(whole, places)
+    check_free_space(_out(request), _needed(request, kept, source, len(places)))
+    return whole, kept, source
+
+
+def _refuse_inside(request: CompileRequest) -> None:
+    out, bundle = (Path(os.path.realpath(path)) for path in (_out(request), request.bundle))
+    if bundle in out.parents:
+        raise UsageError(f"-o {request.out} lies inside the bundle {request.bundle}: choose a folder outside of it")
+
+
+def _needed(request: CompileRequest, kept: Bundle, source: GraphSource, engines: int) -> int:
+    """Bytes on the disk: the plans, each with the weights of its phase, and a copy of the bundle where one is made."""
+    from adx.engines.static_graphs import FOLDER, WEIGHTS
+    from adx.engines.tensorrt import KERNEL_BYTES
+
+    weights = next(file.size for file in kept.manifest.files if file.path == f"{FOLDER}/{WEIGHTS}")
+    copy = 0 if request.in_place else sum(file.size for file in kept.manifest.files)
+    return copy + 2 * engines * (weights + KERNEL_BYTES)
 
 
 def _check_request(request: CompileRequest) -> None:
@@ -134,7 +154,8 @@ def _read(path: Path) -> Bundle:
 def _source(bundle: Bundle, request: CompileRequest) -> GraphSource:
     """The bundle's graphs over a preallocated cache, and the limits of the plans."""
     from adx.engines import static_graphs
-    from adx.engines.tensorrt import GraphSource, build_log
+    from adx.engines.profiles import check_volume
+    from adx.engines.tensorrt import GraphSource, failed_log
 
     manifest = bundle.manifest
     files = {file for engine in manifest.engines if engine.target == static_graphs.TARGET for file in engine.files}
@@ -145,8 +166,10 @@ def _source(bundle: Bundle, request: CompileRequest) -> GraphSource:
             f"{bundle.path} has no graphs to compile plans from ({static_graphs.FOLDER}/), it has {there}: export the "
             f"model with them: adx export MODEL --int8 --target {request.targets[0]} --no-build (or --fp16)"
         )
-    log = build_log(_out(request))
-    return GraphSource(bundle.path, graphs, manifest.kv_cache, _limits(request, manifest.limits), log)
+    log = failed_log(_out(request))
+    limits = _limits(request, manifest.limits)
+    check_volume(limits, manifest.kv_cache)
+    return GraphSource(bundle.path, graphs, manifest.kv_cache, limits, log)
 
 
 def _limits(request: CompileRequest, own: Limits) -> Limits:

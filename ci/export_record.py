@@ -76,8 +76,12 @@ def summary_of(
         bits[name] = bits.get(name, 0) + 1
     kinds = ", ".join(f"{count} x {name}" for name, count in bits.items())
     parity = figures.to_dict()
+    if request.algorithm is None:
+        stored = f"{len(recipe.layers)} linear layers in float{built.float_bits}"
+    else:
+        stored = f"quantized {quantized} of {len(recipe.layers)} linear layers ({kinds})"
     lines = [
-        f"quantized {quantized} of {len(recipe.layers)} linear layers ({kinds})",
+        stored,
         f"parity {'passed' if figures.passed else 'FAILED'}: KL {_short(parity['kl_mean'])}, "
         f"top-1 {_short(parity['top1'])}, perplexity ratio {_short(parity['perplexity_ratio'])}, "
         f"largest logit error {_short(parity['max_abs_logit_error'])} of a range of {_short(parity['logit_range'])}",

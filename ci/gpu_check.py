@@ -1,7 +1,7 @@
 """Does adx run on this machine's GPU? Runs tests/gpu, one backend after the other, and says yes or no for each.
 
 A backend runs in a process of its own, since an error on a GPU can leave a process unable to use it. `ci/gpu-check` is
-the command.
+the command; it gives the checkout that it lies in.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes.util
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -61,6 +62,7 @@ LIBRARIES = (
 _MODULES = {"tensorrt": (("tensorrt",),), "tensorrt-rtx": (("tensorrt_rtx",), ("tensorrt_rtx_bindings",))}
 _PROVIDERS = {"ort-cuda": "CUDAExecutionProvider", "ort-tensorrt": "TensorrtExecutionProvider"}
 _ORT_GPU = "pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
+_INSTALL = "pip install -c constraints.txt -e '.[{}]' pytest"  # in the checkout; the extra that fits ONNX Runtime
 _DEFAULT_SECONDS = 600.0
 _TIME = "raise --timeout, or check one --backend at a time"
 
@@ -103,10 +105,9 @@ def obstacle(backend: str, devices: Sequence[Gpu]) -> str | None:
 
     A library that is there and does not load is no obstacle: its checks fail, and say so.
     """
-    missing = list(_missing_library(backend))
-    if not devices:
-        missing.append(NO_GPU)
-    elif not missing and backend == "tensorrt-rtx" and (other := _other_capability(devices[0].capability)):
+    missing = [] if devices else [NO_GPU]
+    missing += _missing_library(backend)
+    if not missing and backend == "tensorrt-rtx" and (other := _other_capability(devices[0].capability)):
         missing.append(other)
     return "; ".join(missing) or None
 
@@ -137,13 +138,13 @@ def overall(verdicts: Sequence[Verdict]) -> State:
     return "no" if "no" in states else "yes" if "yes" in states else "not checked"
 
 
-def run_tests(backend: str, folder: Path, seconds: float) -> Verdict:
-    """Run one backend's tests in a process of their own; what pytest says goes to stderr."""
+def run_tests(checkout: Path, backend: str, folder: Path, seconds: float) -> Verdict:
+    """Run one backend's tests of a checkout in a process of their own; what pytest says goes to stderr."""
     report = folder / f"{backend}.xml"
     options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--bundles={folder / 'bundles'}"]
     command = [sys.executable, "-m", "pytest", *options, str(TESTS / BACKENDS[backend])]
     started = time.monotonic()
-    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=checkout, stdout=sys.stderr, start_new_session=True) as process:
         try:
             code: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -179,21 +180,19 @@ def read_report(backend: str, report: Path, code: int, seconds: float) -> Verdic
     return Verdict(backend, state, next(iter(reasons), ""), passed, names, len(skipped), seconds, next(values, None))
 
 
-def describe_machine(devices: Sequence[Gpu]) -> dict[str, str]:
-    """The machine in words: system, GPUs, driver, libraries."""
-    found = []
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
+def describe_machine(devices: Sequence[Gpu], checkout: Path) -> dict[str, str]:
+    """The machine in words: system, GPUs, driver, libraries, and which adx is checked."""
+    found = [f"{name} {version}" for name in LIBRARIES if (version := _version(name))]
     return {
         "system": f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
         "gpu": ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in devices) or f"none: {NO_GPU}",
         "driver": _driver() or "none found",
         "libraries": ", ".join(found),
+        "adx": str(ROOT) + ("" if ROOT.samefile(checkout) else f", not the checkout {checkout}: {_install()}"),
     }
 
 
-def main(args: Sequence[str] | None = None, run: Run = run_tests) -> int:
+def main(args: Sequence[str] | None = None) -> int:
     """The command.
 
     Returns:
@@ -202,13 +201,15 @@ def main(args: Sequence[str] | None = None, run: Run = run_tests) -> int:
     chosen = _parser().parse_args(args)
     backends = tuple(dict.fromkeys(chosen.backend or BACKENDS))
     devices = gpus()
-    facts = describe_machine(devices)
+    checkout: Path = chosen.checkout
+    facts = describe_machine(devices, checkout)
     if not chosen.json:
         print(*(f"{name:<14}{value}" for name, value in facts.items()), sep="\n", flush=True)
-    if lacking := _lacking_tools():
-        verdicts: tuple[Verdict, ...] = tuple(Verdict(backend, "not checked", lacking) for backend in backends)
+    if lacking := _lacking_tools(checkout):
+        reason = lacking if devices else f"{NO_GPU}; {lacking}"
+        verdicts: tuple[Verdict, ...] = tuple(Verdict(backend, "not checked", reason) for backend in backends)
     else:
-        verdicts = check(backends, devices, run, chosen.timeout)
+        verdicts = check(backends, devices, functools.partial(run_tests, checkout), chosen.timeout)
     state = overall(verdicts)
     if chosen.json:
         listed = [dataclasses.asdict(verdict) for verdict in verdicts]
@@ -232,6 +233,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=_seconds, default=_DEFAULT_SECONDS, metavar="SECONDS", help="in all (default: 600)"
     )
+    parser.add_argument(
+        "--checkout", type=_folder, default=ROOT, metavar="DIR", help=f"whose {TESTS} to run (default: this one)"
+    )
     return parser
 
 
@@ -240,6 +244,13 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return value
+
+
+def _folder(text: str) -> Path:
+    path = Path(os.path.realpath(text))
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return path
 
 
 def _last_line(state: State) -> str:
@@ -251,14 +262,19 @@ def _last_line(state: State) -> str:
     return f"{'overall':<14}{words[state]}"
 
 
-def _lacking_tools() -> str | None:
+def _install() -> str:
+    """The command that brings what the checks need; ONNX Runtime's two packages exclude each other."""
+    return _INSTALL.format("gpu" if _version("onnxruntime-gpu") else "cpu")
+
+
+def _lacking_tools(checkout: Path) -> str | None:
     """What the checks themselves need and do not find, with the command that brings it."""
-    if not (ROOT / TESTS).is_dir():
-        return f"{TESTS} is not beside this package: run it in a checkout, installed with pip install -e '.[cpu]'"
+    if not (checkout / TESTS).is_dir():
+        return f"{checkout} has no {TESTS}: run ci/gpu-check of a checkout, after {_install()} there"
     lacking = [name for name in TOOLS if importlib.util.find_spec(name) is None]
     if not lacking:
         return None
-    return f"{', '.join(lacking)} not installed: pip install -c constraints.txt -e '.[cpu]' pytest (or [gpu])"
+    return f"{', '.join(lacking)} not installed: {_install()}"
 
 
 def _missing_library(backend: str) -> list[str]:
@@ -275,8 +291,15 @@ def _missing_library(backend: str) -> list[str]:
     if _PROVIDERS[backend] not in onnxruntime.get_available_providers():
         missing.append(f"ONNX Runtime {onnxruntime.__version__} here has no {_PROVIDERS[backend]}: {_ORT_GPU}")
     if backend == "ort-tensorrt" and not _is_installed("tensorrt") and ctypes.util.find_library("nvinfer") is None:
-        missing.append("TensorRT is not installed: pip install 'tensorrt==10.*'")
+        missing.append("TensorRT is not installed: pip install 'tensorrt>=10.14,<11'")
     return missing
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _is_installed(module: str) -> bool:

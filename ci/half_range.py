@@ -25,8 +25,22 @@ from adx.export.spec import (
 if TYPE_CHECKING:
     import onnx
 
+    from adx.ci.corpus import Corpus
+
 Tokens = NDArray[np.int64]
+_ROWS, _LENGTH = 8, 128
 _NAMED = 3  # layers that a message names at most
+
+
+def probe_rows(corpus: Corpus, vocab_size: int, max_input_len: int) -> list[Tokens]:
+    """What to look at: text, and as many token ids of the whole vocabulary, for words that no text here holds."""
+    length = min(_LENGTH, max_input_len)
+    ids = np.random.default_rng(0).permutation(vocab_size)
+    count = min(_ROWS, max(1, vocab_size // length))
+    return [
+        *(corpus.row(start * length, length) for start in range(_ROWS)),
+        *(ids[start * length : (start + 1) * length] for start in range(count)),
+    ]
 
 
 def overflows(prefill: Path, kv_cache: KVCacheSpec, rows: Sequence[Tokens], threads: int | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adx.ci.built import Built, Source
-from adx.ci.calibration import check_calibration
+from adx.ci.calibration import check_calibration, check_samples
 from adx.ci.export_record import manifest_of, summary_of
 from adx.ci.export_request import PORTABLE_OPSET, ExportPlan, ExportRequest, ExportResult
 from adx.ci.progress import Report, quiet
@@ -76,7 +76,9 @@ def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> Ex
         f"sequence {limits.max_seq_len}",
         f"builds: {request.precision} for {', '.join(request.targets)} in {request.out}"
         + (" and the portable prefill and decode graphs" if request.keep_onnx else ""),
-        "checks: parity with PyTorch float32 over prefill, decode and a greedy run",
+        *_plan_lines(request),
+        "checks: parity with PyTorch float32 over prefill, decode and a greedy run"
+        + (", of the graphs on the CPU" if request.static else ""),
     )
     plans = len(request.plan_targets) * max(1, len(request.plans.sms)) if request.build else 0
     disk = takes.disk_bytes + (4 * spec.parameters if request.keep_onnx else 0)
@@ -86,6 +88,18 @@ def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> Ex
     # The check of the graphs over a preallocated cache holds float32 copies for each phase.
     memory = takes.peak_memory_bytes + (8 * spec.parameters if request.static else 0)
     return ExportPlan(lines, disk, memory, seconds)
+
+
+def _plan_lines(request: ExportRequest) -> tuple[str, ...]:
+    """What is calibrated on, and which plans are built, for targets that have either."""
+    if not request.static:
+        return ()
+    text = "text that the model writes" if request.calib_data is None else str(request.calib_data)
+    lines = [f"reads:  {text}, for the ranges of activations"]
+    if request.plan_targets:
+        sms = ", ".join(request.plans.sms) or "the GPU that is present"
+        lines.append(f"plans:  prefill and decode for {sms}" if request.build else "plans:  none now (--no-build)")
+    return tuple(lines)
 
 
 def export_bundle(request: ExportRequest, report: Report = quiet) -> ExportResult:
@@ -122,9 +136,10 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
     with BundleWriter(request.out, force=request.force) as writer:
         digest = weights_sha256(checkpoint, lambda done, total: report("hashing the weights", done / max(total, 1)))
         spec = dataclasses.replace(spec, weights_sha256=digest)
+        save_text_files(checkpoint, writer.folder, config=config)
+        check_samples(request, spec, writer.folder, config)
         report("loading the weights", None)
         model = load_model(checkpoint, config=config)
-        save_text_files(checkpoint, writer.folder, config=config)
         report("tracing the model", None)
         semantic = trace(model, spec.kv_cache)
         portable = _portable(request, semantic, writer.folder, report)
@@ -166,7 +181,7 @@ def _plans(source: Source, built: Built) -> tuple[EngineRecord, ...]:
 
     if not source.request.build:
         return ()
-    log = tensorrt.build_log(source.request.out)
+    log = tensorrt.failed_log(source.request.out)
     graphs = tensorrt.GraphSource(source.folder, built.graphs, source.spec.kv_cache, source.limits, log)
     return tuple(
         engine
@@ -202,6 +217,7 @@ def _require_onnxruntime() -> None:
 
 
 def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
+    from adx.engines.profiles import check_volume
     from adx.engines.tensorrt import bounded
     from adx.export.manifest import Limits
 
@@ -212,12 +228,16 @@ def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
     if request.max_batch_size is not None and request.max_batch_size < 1:
         raise UsageError(f"--max-batch-size {request.max_batch_size}: at least 1")
     limits = Limits(request.max_batch_size, prompt, capacity)
-    return bounded(limits) if request.plan_targets else limits
+    if not request.plan_targets:
+        return limits
+    check_volume(bounded(limits), spec.kv_cache)
+    return bounded(limits)
 
 
 def _parity(source: Source, built: Built) -> ParityFigures:
     from adx.ci.bounds import bound_of
     from adx.ci.corpus import load_corpus
+    from adx.ci.half_range import probe_rows
     from adx.ci.parity import measure_parity
     from adx.ci.reference import Reference
 
@@ -237,8 +257,7 @@ def _parity(source: Source, built: Built) -> ParityFigures:
         report=source.report,
     )
     session.close()
-    length = min(128, source.limits.max_input_len)
-    misses = built.check([corpus.row(start * length, length) for start in range(8)])
+    misses = built.check(probe_rows(corpus, spec.vocab_size, source.limits.max_input_len))
     return dataclasses.replace(figures, misses=(*figures.misses, *misses))
 
 

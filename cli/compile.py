@@ -90,5 +90,9 @@ command = AdxCommand(
             "--engine-dir": "--output",
         },
         values={"--target": TARGET_NAMES},
+        unavailable=dict.fromkeys(
+            ("--fp16", "--fp32", "--bf16", "--int8", "--int4", "--precision", "--weights-only"),
+            "the precision is that of the bundle's graphs, chosen when the model is exported",
+        ),
     ),
 )

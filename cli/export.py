@@ -169,7 +169,8 @@ def run(values: Values, output: Output) -> int:
     if request.allow_parity_failure:
         output.note("adx: parity failed, and the bundle was kept as --allow-parity-failure asks")
         return 0
-    output.error("parity failed")
+    misses = result.parity.get("misses") or ("see the figures",)
+    output.error(f"parity failed: {'; '.join(misses)}")
     return ParityError.exit_code
 
 

@@ -166,8 +166,12 @@ SECTIONS: Sections = {
             metavar="FILE",
             help="Text to calibrate on: .txt, or .jsonl with the key text.  [default: text that the model writes]",
         ),
-        integer_option("--calib-size", "Samples at most.  [default: 32 of a file, 8 that the model writes]"),
-        integer_option("--calib-seq-len", "Tokens of a sample.  [default: 128 of a file, 64 that the model writes]"),
+        integer_option(
+            "--calib-size", "Samples at most.  [default: 32 of a file, 8 that the model writes]", maximum=2**16
+        ),
+        integer_option(
+            "--calib-seq-len", "Tokens of a sample.  [default: 128 of a file, 64 that the model writes]", maximum=2**20
+        ),
         click.Option(
             ["--calib-method"],
             type=click.Choice(CALIBRATION_METHODS),

@@ -30,6 +30,8 @@ def run(values: Values, output: Output) -> int:
 
     if values["full"] and values["reference"] is None:
         raise UsageError("--full compares at more positions: name the checkpoint to compare with by --reference")
+    if values["target"] and values["reference"] is None:
+        raise UsageError("--target chooses the engine to compare: name the checkpoint to compare with by --reference")
     result = verify_bundle(
         values["bundle"],
         values["reference"],

@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adx.engines.profiles import ShapeProfile
 from adx.engines.tensorrt_build import PlanFacts, write_atomically
@@ -21,7 +21,11 @@ from adx.export.manifest import Limits
 from adx.export.manifest_json import decode, encode, parse_object
 from adx.export.spec import Phase
 
+if TYPE_CHECKING:
+    from adx.export.bundle import Bundle
+
 SCHEMA_VERSION = 1
+GRAPHS = "onnx"  # target of the engine that holds what plans are built from
 AMPERE = 80  # a hardware-compatible plan runs from this compute capability on
 
 _SEAL = "sha256"  # of the record's other keys
@@ -131,6 +135,31 @@ def write_record(plan: Path, record: PlanRecord) -> Path:
     path = record_path(plan)
     write_atomically(path, to_json(record).encode())
     return path
+
+
+def check_records(bundle: Bundle) -> None:
+    """Whether a bundle's plans are those of their records, built from the graphs that lie beside them.
+
+    Needs neither a GPU nor TensorRT; `check_plan` holds a plan against those when it is loaded.
+
+    Raises:
+        BundleError: a record is damaged, or a plan comes from other graphs.
+    """
+    digests = {file.path: file.sha256 for file in bundle.manifest.files}
+    graphs = next((engine for engine in bundle.manifest.engines if engine.target == GRAPHS), None)
+    for engine in bundle.manifest.engines:
+        for phase, plan in (("prefill", engine.prefill), ("decode", engine.decode)):
+            if not plan.endswith(".plan") or graphs is None:
+                continue
+            path = record_path(bundle.path / plan)
+            record = from_json(path.read_text(encoding="utf-8", errors="replace"), f"{plan}.json")
+            weights = next(file for file in graphs.files if file not in (graphs.prefill, graphs.decode))
+            sources = (digests.get(graphs.prefill if phase == "prefill" else graphs.decode), digests.get(weights))
+            if (record.graph_sha256, record.weights_sha256) != sources or record.plan_sha256 != digests.get(plan):
+                raise BundleError(
+                    f"{plan} was not built from this bundle's graphs, as its record says: build it again: adx compile "
+                    f"{bundle.path} --target {engine.target} --sm {engine.compute_capability}"
+                )
 
 
 def check_plan(

@@ -16,6 +16,7 @@ from adx.export.spec import GraphSpec, KVCacheSpec, TensorSpec
 Shape = tuple[int, ...]
 Span = tuple[int, int, int]  # min, opt, max
 
+LARGEST_TENSOR = 2**40  # elements, as TensorRT takes
 BATCH = "batch_size"
 SEQUENCE = "sequence_length"  # new tokens of a row
 PAST = "past_sequence_length"
@@ -309,3 +310,18 @@ def _union(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _span(span: tuple[int, int]) -> str:
     return f"{span[0]} to {span[1]}" if span[0] < span[1] else str(span[0])
+
+
+def check_volume(limits: Limits, kv_cache: KVCacheSpec) -> None:
+    """Refuse limits beyond what a tensor can hold, before any work.
+
+    Raises:
+        UsageError: a cache buffer at these limits has too many elements.
+    """
+    batch = limits.max_batch_size or 1
+    elements = batch * kv_cache.kv_heads * limits.max_seq_len * kv_cache.head_dim
+    if elements > LARGEST_TENSOR:
+        raise UsageError(
+            f"--max-batch-size {batch} with sequences of {limits.max_seq_len} tokens makes a cache buffer of "
+            f"{elements:.3g} elements, and a tensor holds {LARGEST_TENSOR:.3g}: lower one of them"
+        )

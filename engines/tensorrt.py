@@ -5,12 +5,14 @@ Neither the checkpoint nor PyTorch is needed here, so a bundle can be compiled o
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from adx.engines.devices import gpus
 from adx.engines.plan_record import PlanOptions, PlanRecord, file_sha256, write_record
 from adx.engines.profiles import CACHE, ShapeProfile, plan_profiles
 from adx.engines.shape_grammar import override, parse_shapes
@@ -18,7 +20,7 @@ from adx.engines.static_graphs import FOLDER, PHASES, WEIGHTS
 from adx.engines.tensorrt_build import PlanFacts, build_plan
 from adx.engines.tensorrt_library import TensorRTLibrary, check_capability, load_library
 from adx.engines.tensorrt_options import BuildOptions, check_options
-from adx.export.errors import Interrupted
+from adx.export.errors import BackendError, LoweringError, UsageError
 from adx.export.manifest import EngineRecord, Limits, adx_version
 from adx.export.spec import GraphSpec, KVCacheSpec, Phase
 
@@ -26,6 +28,7 @@ TARGETS = ("tensorrt", "tensorrt-rtx")
 DEFAULT_BATCH = 4  # rows that plans take where no limit was asked for
 TIMING_CACHE = "timing.cache"
 LOG = "build.log"
+KERNEL_BYTES = 2_000_000  # of a plan, beside its weights, at the least: a small model's; SmolLM2's has 20 to 40 MB
 
 Report = Callable[[str, float | None], None]
 
@@ -58,15 +61,15 @@ class GraphSource:
         graphs: specs of its graphs in `engines/onnx/`, one a phase.
         kv_cache: shape of the model's cache.
         limits: shape limits of the plans.
-        log: file outside the bundle that takes what the builder says; it moves into the bundle when a build is done,
-            and stays where it is when one fails, for the reader of the error.
+        failed_log: file outside the bundle that the build's log is copied to when a build fails, for the reader of the
+            error: the bundle's folder goes away then.
     """
 
     folder: Path
     graphs: tuple[GraphSpec, ...]
     kv_cache: KVCacheSpec
     limits: Limits
-    log: Path
+    failed_log: Path
 
     def graph(self, phase: Phase) -> GraphSpec:
         """The graph of a phase."""
@@ -90,6 +93,12 @@ def prepare(target: str, request: PlanRequest, hint: str = "") -> tuple[TensorRT
     """
     library = load_library(target, hint)
     check_options(library, request.options)
+    late = [name for name, on in (("--refit", request.options.refit), ("--strip", request.options.strip)) if on]
+    if late and library.target == "tensorrt-rtx" and not gpus():
+        raise BackendError(
+            f"{' and '.join(late)}: {library.name} makes plans that take their weights later only on a machine with a "
+            "GPU, and there is none here: leave it out, or run the same command there"
+        )
     sms = tuple(dict.fromkeys(check_capability(library, sm) for sm in request.sms or (None,)))
     return library, sms
 
@@ -135,7 +144,8 @@ def compile(source: GraphSource, target: str, request: PlanRequest, report: Repo
         (source.folder / place).mkdir(parents=True, exist_ok=True)
         options = _with_timing_cache(request.options, library, source.folder / place / TIMING_CACHE)
         files = []
-        with _log_kept_on_failure(source.log):
+        log = source.folder / place / LOG
+        with _log_kept_on_failure(log, source.failed_log):
             for phase in PHASES:
                 plan = source.folder / place / f"{phase}.plan"
                 facts = build_plan(
@@ -146,13 +156,12 @@ def compile(source: GraphSource, target: str, request: PlanRequest, report: Repo
                     fixed_dims={CACHE: source.limits.max_seq_len},
                     sm=sm,
                     options=options,
-                    log=source.log,
+                    log=log,
                     report=report,
                 )
                 built = _Plan(plan, phase, profiles[phase], digests[phase], weights)
                 record = _record(library, sm, source.limits, options, facts, built)
                 files += [f"{place}/{plan.name}", f"{place}/{write_record(plan, record).name}"]
-        shutil.move(source.log, source.folder / place / LOG)
         built_with = {library.target: library.version, **({"cuda": library.cuda} if library.cuda else {})}
         prefill, decode = (f"{place}/{phase}.plan" for phase in PHASES)
         files.append(f"{place}/{LOG}")
@@ -161,14 +170,15 @@ def compile(source: GraphSource, target: str, request: PlanRequest, report: Repo
 
 
 @contextmanager
-def _log_kept_on_failure(log: Path) -> Iterator[None]:
-    """A new log; a user who interrupts the build needs none."""
-    log.unlink(missing_ok=True)
+def _log_kept_on_failure(log: Path, kept: Path) -> Iterator[None]:
+    """Where the builder itself fails, its log is copied to `kept`, and the error names that."""
     try:
         yield
-    except (Interrupted, KeyboardInterrupt):
-        log.unlink(missing_ok=True)
-        raise
+    except (LoweringError, BackendError, UsageError) as error:
+        if not log.exists() or str(log) not in str(error):
+            raise
+        shutil.copyfile(log, kept)
+        raise type(error)(str(error).replace(str(log), str(kept))) from error
 
 
 def bounded(limits: Limits) -> Limits:
@@ -187,9 +197,10 @@ def check_shape_options(texts: Sequence[str]) -> None:
             parse_shapes(text, option)
 
 
-def build_log(out: Path) -> Path:
-    """Where the log of a build for the bundle `out` is until it is done: beside the bundle."""
-    return out.with_name(f"{out.name}.build.log")
+def failed_log(out: Path) -> Path:
+    """Where the log of a build that failed is kept: beside the bundle `out`, a name of this process's own."""
+    place = Path(os.path.realpath(out))
+    return place.with_name(f"{place.name}.build.{os.getpid()}.log")
 
 
 def _with_timing_cache(options: BuildOptions, library: TensorRTLibrary, path: Path) -> BuildOptions:

@@ -45,8 +45,8 @@ def check_options(library: TensorRTLibrary, options: BuildOptions) -> None:
     """
     if options.opt_level is not None and options.opt_level not in OPT_LEVELS:
         raise UsageError(f"--opt-level {options.opt_level}: it is {OPT_LEVELS[0]} to {OPT_LEVELS[-1]}")
-    if options.workspace_bytes is not None and options.workspace_bytes < 1:
-        raise UsageError(f"--workspace {options.workspace_bytes}: it must be 1 byte or more, as 1G")
+    if options.workspace_bytes is not None and not 1 <= options.workspace_bytes < 2**63:
+        raise UsageError(f"--workspace {options.workspace_bytes}: it must be 1 byte to 2**63 bytes, as 1G")
     if library.target == "tensorrt-rtx":
         _check_rtx_options(library, options)
     for flag in _flags(options):

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,7 +77,10 @@ class Bundle:
                 found.append(str(error))
             else:
                 if actual != record.sha256:
-                    found.append(f"{record.path}: sha256 is {actual}, but the manifest says {record.sha256}")
+                    found.append(
+                        f"{record.path}: sha256 is {actual}, but the manifest says {record.sha256}: "
+                        f"{_remedy(self.path, record.path)}"
+                    )
             done += record.size
             if progress:
                 progress(done, total)
@@ -163,7 +167,7 @@ class BundleWriter:
         with deferred():
             workspace.remove()
         if full:
-            name = getattr(error, "filename", None) or workspace.folder
+            name = getattr(error, "filename2", None) or getattr(error, "filename", None) or workspace.folder
             raise AdxError(
                 f"no space left on the disk of {self.out.parent} while writing {name}: it failed with "
                 f"{_size(written)} written and {_size(free)} free. Nothing was left behind: free some space, or choose "
@@ -239,7 +243,7 @@ def check_free_space(out: str | os.PathLike[str], needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise AdxError(
-            f"the export needs about {_size(needed)} on the disk of {place}, and {_size(free)} are free: free some "
+            f"this needs about {_size(needed)} on the disk of {place}, and {_size(free)} are free: free some "
             "space, or choose an output folder on another disk"
         )
 
@@ -263,6 +267,8 @@ def _manifest_text(folder: Path) -> str:
         raise BundleError(f"{folder} is not an adx bundle (no {MANIFEST_NAME} in it): {hint}")
     if path.stat().st_size > _MANIFEST_LIMIT:
         raise BundleError(f"{path} is larger than {_size(_MANIFEST_LIMIT)}, which no manifest is")
+    if path.stat().st_size == 0:
+        raise BundleError(f"{path} is empty: the bundle was not copied whole; copy it again")
     try:
         return path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
@@ -283,11 +289,11 @@ def _check_file(folder: Path, record: FileRecord) -> None:
     if os.path.commonpath([root, real]) != root:
         raise BundleError(f"{record.path} is a link that leads out of the bundle, which is refused")
     if not os.path.isfile(real):
-        raise BundleError(f"{record.path} is missing from the bundle {folder}: export it again")
+        raise BundleError(f"{record.path} is missing from the bundle {folder}: {_remedy(folder, record.path)}")
     size = os.path.getsize(real)
     if size != record.size:
         raise BundleError(
-            f"{record.path} has {size} bytes, but the manifest says {record.size}: export or copy it again"
+            f"{record.path} has {size} bytes, but the manifest says {record.size}: {_remedy(folder, record.path)}"
         )
 
 
@@ -326,3 +332,11 @@ def _fsync(path: Path) -> None:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def _remedy(folder: Path, path: str) -> str:
+    """What to do about a damaged file: plans can be built from the rest of the bundle."""
+    plan = re.fullmatch(r"engines/(tensorrt[a-z-]*)/(sm\d+)/.*", path)
+    if plan is None:
+        return "export or copy it again"
+    return f"copy it again, or build it again: adx compile {folder} --target {plan[1]} --sm {plan[2]}"

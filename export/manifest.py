@@ -14,7 +14,7 @@ from typing import Any
 
 from adx.export.errors import BundleError
 from adx.export.manifest_json import decode, encode, parse_object
-from adx.export.spec import GraphSpec, KVCacheSpec, ModelSpec
+from adx.export.spec import CACHE_DTYPES, GraphSpec, KVCacheSpec, ModelSpec
 
 MANIFEST_NAME = "adx.json"
 SCHEMA_VERSION = 1
@@ -296,6 +296,8 @@ def _check_numbers(manifest: Manifest) -> None:
     cache = manifest.kv_cache
     if len(cache.windows) != cache.layers:
         raise BundleError(f"{MANIFEST_NAME}: kv_cache: {len(cache.windows)} windows for {cache.layers} layers")
+    if cache.dtype not in CACHE_DTYPES:
+        raise BundleError(f"{MANIFEST_NAME}: kv_cache.dtype {cache.dtype!r} is none of {', '.join(CACHE_DTYPES)}")
     limits = [manifest.limits, *(engine.limits for engine in manifest.engines)]
     counts = {
         "kv_cache.layers": cache.layers,

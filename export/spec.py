@@ -34,6 +34,9 @@ def present_name(layer: int, part: Literal["key", "value"]) -> str:
     return f"present.{layer}.{part}"
 
 
+CACHE_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}  # bytes of an element
+
+
 @dataclass(frozen=True)
 class KVCacheSpec:
     """Shape of a model's KV cache: per layer one key and one value buffer `(B, kv_heads, capacity, head_dim)`.
@@ -61,8 +64,7 @@ class KVCacheSpec:
 
     def bytes_per_token(self) -> int:
         """Bytes that one token of one row takes in all layers."""
-        size = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[self.dtype]
-        return self.layers * 2 * self.kv_heads * self.head_dim * size
+        return self.layers * 2 * self.kv_heads * self.head_dim * CACHE_DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class FakeSession:
         self.capacity = capacity
         self.max_batch_size = max_batch_size
         self.recompute_at = recompute_at
+        self.two_graphs = False
         self.max_input_len: int | None = None
         self.provider = "fake"
         self.threads = 1

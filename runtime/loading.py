@@ -94,6 +94,8 @@ def _choose_target(bundle: Bundle, target: str | None) -> str:
                 "checks"
             )
         raise BackendError(f"this adx runs engines for {', '.join(_OPENERS)}; {bundle.path} has {_listed(held)}")
+    if target == "ort-cuda" and GRAPHS in held:
+        return target  # it runs the graphs as they are
     if target not in held:
         raise BackendError(
             f"{bundle.path} has no engine for {target!r}, it has {_listed(held)}: "

@@ -146,7 +146,7 @@ def load_graph(path: Path, threads: int) -> onnxruntime.InferenceSession:
         import onnxruntime
     except ImportError as error:
         raise BackendError(
-            "ONNX Runtime is not installed: `pip install adx-toolchain[cpu]` (or [gpu]) brings it"
+            "ONNX Runtime is not installed: `pip install onnxruntime` (or onnxruntime-gpu) brings it"
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads

@@ -60,6 +60,7 @@ class OrtSession:
         self.max_batch_size: int | None = None
         self.max_input_len: int | None = None
         self.recompute_at = kv_cache.recompute_at
+        self.two_graphs = False
         self.threads = usable_threads() if threads is None else threads
         with huge_pages_for_new_memory():
             self._session = _load(path, self.threads)

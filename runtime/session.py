@@ -23,6 +23,7 @@ class Session(Protocol):
         max_batch_size: rows that a cache can have at most, or None where the engine sets no bound.
         max_input_len: tokens that a prompt can have at most, or None where the capacity is the bound.
         recompute_at: `KVCacheSpec.recompute_at`.
+        two_graphs: prefill with "last" runs another graph than decode, and than prefill with "all" may.
         provider: the backend that really computes, as it names itself.
         threads: threads that it computes with.
     """
@@ -32,6 +33,7 @@ class Session(Protocol):
     max_batch_size: int | None
     max_input_len: int | None
     recompute_at: int | None
+    two_graphs: bool
     provider: str
     threads: int
 

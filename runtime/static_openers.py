@@ -11,7 +11,7 @@ from adx.engines.profiles import DECODE_TOKENS, PREFILL_CHUNK
 from adx.export.errors import BackendError, BundleError, UsageError
 from adx.export.manifest import EngineRecord
 from adx.export.spec import Phase
-from adx.runtime.static_session import StaticSession
+from adx.runtime.static_session import CHECK_CHUNK, StaticSession
 
 if TYPE_CHECKING:
     from adx.engines.plan_record import PlanRecord
@@ -40,7 +40,12 @@ def open_onnx(bundle: Bundle, threads: int | None) -> StaticSession:
     graphs = OrtGraphs(bundle.path / engine.prefill, bundle.path / engine.decode, kv_cache, vocab_size, threads=threads)
     limits = engine.limits
     return StaticSession(
-        graphs, kv_cache, vocab_size, max_batch_size=limits.max_batch_size, max_input_len=limits.max_input_len
+        graphs,
+        kv_cache,
+        vocab_size,
+        max_batch_size=limits.max_batch_size,
+        max_input_len=limits.max_input_len,
+        prefill_chunk=CHECK_CHUNK,
     )
 
 
@@ -138,6 +143,7 @@ def _open_plans(bundle: Bundle, target: str, threads: int | None, device: int, c
     if threads is not None:
         raise UsageError(GPU_THREADS)
     _engines(bundle, target)
+    _require_gpu()
     return open_plans(bundle, load_library(target), Cuda.open(device), cuda_graph=cuda_graph)
 
 
@@ -204,6 +210,7 @@ def _open_ort(
     if threads is not None:
         raise UsageError(GPU_THREADS)
     engine = _engines(bundle, ONNX)[0]
+    _require_gpu()
     kv_cache, vocab_size = _cache_of(bundle, engine), bundle.manifest.model.vocab_size
     graphs: dict[Phase, Path] = {"prefill": bundle.path / engine.prefill, "decode": bundle.path / engine.decode}
     executor = OrtDevice(graphs, kv_cache, vocab_size, provider(engine), device=device)
@@ -218,6 +225,14 @@ def _open_ort(
         decode_tokens=min(DECODE_TOKENS, max(1, limits.max_seq_len - 1)),
         fixed_places=fixed_places,
     )
+
+
+def _require_gpu() -> None:
+    """Say so first: what else is missing does not matter without one."""
+    from adx.engines.devices import gpus
+
+    if not gpus():
+        raise BackendError("there is no NVIDIA GPU here, or its driver is not installed, and this engine runs on one")
 
 
 def _engines(bundle: Bundle, target: str) -> Sequence[EngineRecord]:

@@ -19,6 +19,8 @@ from adx.export.spec import INPUT_IDS, PAD_LENGTHS, ROW_LENGTHS, WRITE_INDICES, 
 from adx.runtime.cache import KVCache
 from adx.runtime.session import Logits, Tokens, Wanted
 
+CHECK_CHUNK = 128  # the same on a CPU: suits its caches, and lets checks of some length cross from chunk to chunk
+
 
 class Executor(Protocol):
     """What runs the two graphs on one backend.
@@ -85,6 +87,7 @@ class StaticSession:
         self.max_batch_size = max_batch_size
         self.max_input_len = max_input_len
         self.recompute_at = kv_cache.recompute_at
+        self.two_graphs = True
         self.provider = executor.provider
         self.threads = executor.threads
         self._executor = executor

@@ -335,6 +335,7 @@ class TorchSession:
         self.capacity = capacity or int(model.config.max_position_embeddings)
         self.max_batch_size = max_batch_size
         self.recompute_at: int | None = None
+        self.two_graphs = False
         self.max_input_len: int | None = None
         self.provider = "torch"
         self.threads = 1

@@ -457,3 +457,69 @@ def test_a_build_that_fails_leaves_the_bundle(
     assert main(compile_args(bundle)) == 5
     assert "the GPU is gone" in capsys.readouterr().err
     assert content(bundle) == before
+
+
+@needs_rtx
+def test_two_compilations_at_once_leave_a_whole_bundle(bundle: Path) -> None:
+    """They share nothing on the disk; the one that ends last is told that the bundle changed."""
+    code = "import sys; from adx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    args = [compile_args(bundle, sm) for sm in ("sm80", "sm86")]
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, *each], stderr=subprocess.PIPE, text=True) for each in args
+    ]
+    said = [each.communicate(timeout=240)[1] for each in running]
+    codes = [each.returncode for each in running]
+    assert 0 in codes
+    opened = Bundle.open(bundle)
+    opened.verify_files()
+    assert sorted(path.name for path in bundle.parent.iterdir()) == ["bundle"]
+    for code_, words in zip(codes, said, strict=True):
+        assert code_ == 0 or "changed by another process meanwhile" in words
+
+
+@needs_rtx
+def test_a_bundle_is_compiled_from_inside_its_folder(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.` has no name that something could be written beside."""
+    monkeypatch.chdir(bundle)
+    assert main(compile_args(Path("."))) == 0
+    Bundle.open(bundle).verify_files()
+
+
+def test_an_output_inside_the_bundle_is_refused(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = content(bundle)
+    assert main(compile_args(bundle, "sm89", "-o", str(bundle / "inside"))) == 2
+    assert "lies inside the bundle" in capsys.readouterr().err
+    assert content(bundle) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--max-batch-size", "99999999999999"), "a tensor holds"),
+        (("--workspace", "99999999999999999999G"), "1 byte to 2"),
+        (("--int8",), "precision is that of the bundle's graphs"),
+    ],
+)
+def test_what_no_plan_can_be_is_refused_before_any_work(
+    option: tuple[str, ...], words: str, bundle: Path, no_build: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(compile_args(bundle, "sm89", *option)) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_plans_of_another_bundle_do_not_verify(with_plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hashes refreshed, only the record tells that a plan was built from other graphs."""
+    record = next(with_plans.glob("engines/tensorrt-rtx/sm89/decode.plan.json"))
+    changed = dataclasses.replace(from_json(record.read_text(), record.name), graph_sha256="0" * 64)
+    record.write_text(to_json(changed))
+    refresh_files(with_plans)
+    assert main(["verify", str(with_plans)]) == 1
+    assert "was not built from this bundle's graphs" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_lost_record_names_the_command_that_builds_again(
+    with_plans: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (with_plans / FOLDER / "sm89/decode.plan.json").unlink()
+    assert main(["verify", str(with_plans)]) == 1
+    assert "--target tensorrt-rtx --sm sm89" in capsys.readouterr().err

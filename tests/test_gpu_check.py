@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -57,7 +59,7 @@ def test_without_a_gpu_it_says_why_and_ends_with_5() -> None:
     for backend in BACKENDS:
         (line,) = (line for line in lines if line.startswith(f"{backend} "))
         assert "not checked" in line
-        assert line.endswith(NO_GPU)
+        assert line.split(maxsplit=3)[3].startswith(NO_GPU)
     assert lines[-1].split(maxsplit=1) == ["overall", "nothing to check on: the lines above say what is missing"]
 
 
@@ -70,7 +72,7 @@ def test_every_check_is_skipped_with_the_reason() -> None:
     assert done.returncode == 0, done.stdout
     reasons = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert reasons
-    assert all(line.endswith(NO_GPU) for line in reasons)
+    assert all(f": {NO_GPU}" in line for line in reasons)
     assert " passed" not in done.stdout
 
 
@@ -126,7 +128,7 @@ def test_json_is_one_object(backends: Path, monkeypatch: pytest.MonkeyPatch, cap
 def test_what_is_no_success(backends: Path, tmp_path: Path, code: str, state: str, reason: str) -> None:
     """A crash, an error in a fixture or checks that were all skipped are never a yes."""
     (backends / BACKENDS["tensorrt"]).write_text(code)
-    verdict = run_tests("tensorrt", tmp_path, 60)
+    verdict = run_tests(tmp_path, "tensorrt", tmp_path, 60)
     assert (verdict.state, verdict.backend) == (state, "tensorrt")
     assert reason in verdict.reason
 
@@ -140,7 +142,8 @@ def test_checks_that_hang_are_ended(backends: Path, tmp_path: Path, monkeypatch:
     (backends / BACKENDS["tensorrt"]).write_text(child)
     missing(monkeypatch)
     started = time.monotonic()
-    verdicts = gpu_check.check(("tensorrt", "ort-cuda"), (ADA,), run_tests, 4.0)
+    run = functools.partial(run_tests, tmp_path)
+    verdicts = gpu_check.check(("tensorrt", "ort-cuda"), (ADA,), run, 4.0)
     assert time.monotonic() - started < 20
     assert [verdict.state for verdict in verdicts] == ["no", "no"]
     assert verdicts[0].reason.startswith("not done after 4 s: raise --timeout")
@@ -212,17 +215,51 @@ def test_what_is_missing_is_named_with_what_brings_it(monkeypatch: pytest.Monkey
         assert reason is not None
         assert all(word in reason for word in words)
         assert NO_GPU not in reason
+        without = obstacle(backend, ())
+        assert without == f"{NO_GPU}; {reason}"
 
 
+@pytest.mark.parametrize(("package", "extra"), [("onnxruntime", "cpu"), ("onnxruntime-gpu", "gpu")])
+@pytest.mark.parametrize("devices", [(), (ADA,)])
 def test_what_the_checks_themselves_need_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    package: str,
+    extra: str,
+    devices: tuple[Gpu, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """After the missing GPU, and with the extra that leaves the ONNX Runtime here in its place."""
     monkeypatch.setattr(gpu_check, "TOOLS", ("pytest", "no_such_library"))
+    monkeypatch.setattr(gpu_check, "gpus", lambda: devices)
+    monkeypatch.setattr(gpu_check, "_version", {package: "1.32.0"}.get)
     assert main(["--backend", "tensorrt"]) == 5
-    assert "no_such_library not installed: pip install -c constraints.txt" in capsys.readouterr().out
+    first = "" if devices else f"{NO_GPU}; "
+    hint = f"no_such_library not installed: pip install -c constraints.txt -e '.[{extra}]' pytest"
+    assert f"not checked  {first}{hint}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("args", [["--backend", "cpu"], ["--timeout", "0"], ["--timeout", "soon"], ["more"]])
+@needs_no_gpu
+def test_the_checks_are_those_of_the_checkout_that_the_command_lies_in(tmp_path: Path) -> None:
+    """An adx that was installed as a copy has no tests beside it; that it is not the checkout is said."""
+    copy = tmp_path / "clone"
+    (copy / "ci").mkdir(parents=True)
+    (copy / "tests/gpu").mkdir(parents=True)
+    shutil.copy(ROOT / "ci/gpu-check", copy / "ci/gpu-check")
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    command = ["sh", str(copy / "ci/gpu-check")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.returncode == 5, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("adx "))
+    assert f"not the checkout {copy}: pip install -c constraints.txt -e '.[cpu]' pytest" in line
+    assert "tests/gpu" not in done.stdout
+    shutil.rmtree(copy / "tests")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert f"not checked  {NO_GPU}; {copy} has no tests/gpu" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args", [["--backend", "cpu"], ["--timeout", "0"], ["--timeout", "soon"], ["--checkout", "/no/folder"], ["more"]]
+)
 def test_wrong_options_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(args)

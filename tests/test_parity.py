@@ -36,6 +36,7 @@ class CachedSession:
         self.capacity = capacity or int(model.config.max_position_embeddings)
         self.max_batch_size = max_batch_size
         self.recompute_at: int | None = None
+        self.two_graphs = False
         self.max_input_len: int | None = None
         self.provider, self.threads = "torch", 1
         self.shift = 0

@@ -14,6 +14,7 @@ from cuda_fake import FakeCuda, FakeTensorRT, write_plan
 from static_graphs import written
 from traced import Traced, reference, tokens, traced
 
+from adx.engines.devices import Gpu
 from adx.engines.plan_record import PlanOptions, PlanRecord, record_path, write_record
 from adx.engines.tensorrt_build import PlanFacts
 from adx.export.bundle import Bundle
@@ -206,6 +207,22 @@ def test_threads_for_an_engine_on_a_gpu_are_refused(tmp_path: Path) -> None:
             call(bundle, 2)
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver shows a device."""
+    monkeypatch.setattr("adx.engines.devices.gpus", lambda: (Gpu("a GPU", "sm89"),))
+
+
+def test_a_missing_gpu_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the packages that would be missing as well."""
+    monkeypatch.setattr("adx.engines.devices.gpus", tuple)
+    bundle = bundle_of(tmp_path, [onnx_engine(), plans(tmp_path)], SPEC, 32)
+    for call in (open_tensorrt, open_ort_cuda, open_ort_tensorrt):
+        with pytest.raises(BackendError, match="no NVIDIA GPU here"):
+            call(bundle, None)
+
+
+@pytest.mark.usefixtures("gpu")
 def test_a_library_that_is_missing_is_named(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, [onnx_engine(), plans(tmp_path)], SPEC, 32)
     try:
@@ -242,6 +259,7 @@ def test_the_graphs_run_on_the_cpu(llama: Traced, graphs: Bundle) -> None:
     assert np.abs(found - wanted[:, -1]).max() <= 1e-2 * np.ptp(wanted)
 
 
+@pytest.mark.usefixtures("gpu")
 def test_a_gpu_provider_that_is_missing_is_an_error(graphs: Bundle) -> None:
     import onnxruntime
 
@@ -253,6 +271,7 @@ def test_a_gpu_provider_that_is_missing_is_an_error(graphs: Bundle) -> None:
         open_ort_tensorrt(graphs, None)
 
 
+@pytest.mark.usefixtures("gpu")
 def test_onnx_runtimes_tensorrt_is_told_the_shapes_that_the_session_will_use(
     graphs: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
