@@ -104,7 +104,7 @@ def tensorrt_provider(
     # The graphs are float16 where they may be; TensorRT 10 refuses such tensors unless float16 is switched on.
     fixed = {"trt_fp16_enable": "1", "trt_layer_norm_fp32_fallback": "1"}
     options = {phase: {**fixed, **kept, **_profile_options(of[-1])} for phase, of in profiles.items()}
-    install = "`pip uninstall onnxruntime`, then `pip install 'adx-toolchain[gpu]' tensorrt`"
+    install = "`pip uninstall onnxruntime`, then `pip install 'adx-toolchain[gpu]' 'tensorrt>=10.14,<11'`"
     return DeviceProvider("TensorrtExecutionProvider", "cuda", install, options, {CACHE: places})
 
 
