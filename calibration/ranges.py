@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class LayerRange:
 
 
 def layer_ranges(
-    model: PreTrainedModel, rows: Sequence[Tokens], progress: Progress = lambda fraction: None
+    model: PreTrainedModel, rows: Iterable[Tokens], progress: Progress = lambda fraction: None
 ) -> dict[str, LayerRange]:
     """Ranges of every linear layer by name; `rows` of token ids go through the model one by one.
 
@@ -71,7 +72,7 @@ def input_ranges(model: PreTrainedModel, samples: CalibrationSamples) -> Ranges:
 
 def run_observed(
     model: PreTrainedModel,
-    rows: Sequence[Tokens],
+    rows: Iterable[Tokens],
     observe: Observe,
     progress: Progress = lambda fraction: None,
 ) -> None:
@@ -80,8 +81,10 @@ def run_observed(
 
     caller: Any = model
     with _observed(model, observe), torch.inference_mode():
+        total = length_hint(rows)
         for index, row in enumerate(rows):
-            progress(index / len(rows))
+            if total:
+                progress(index / total)
             caller(input_ids=torch.from_numpy(row)[None], use_cache=False)
 
 

@@ -128,7 +128,7 @@ def test_the_tables_of_names_agree_with_the_options(name: str) -> None:
     assert not set(command.spelling.aliases) & set(command.spelling.unavailable)
 
 
-@pytest.mark.parametrize("name", ["chat", "compile", "gate", "diff", "serve"])
+@pytest.mark.parametrize("name", ["chat", "gate", "diff", "serve"])
 def test_an_unknown_command_names_the_closest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "x"]) == 2
     error = capsys.readouterr().err

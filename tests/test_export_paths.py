@@ -96,9 +96,10 @@ def test_a_bundle_of_each_precision_is_whole_and_generates(bundles: dict[str, Ex
 
 def test_precisions_store_what_they_say(bundles: dict[str, ExportResult]) -> None:
     """Integers in the graph where integers were asked for, and the figure of how many layers in the summary."""
-    for precision, (product, count) in {"fp32": ("MatMul", 0), "int8": ("MatMulNBits", 8)}.items():
+    said = {"fp32": ("MatMul", "8 linear layers in float32"), "int8": ("MatMulNBits", "quantized 8 of 8")}
+    for precision, (product, words) in said.items():
         assert operators(Path(bundles[precision].bundle)).get(product, 0) > 0
-        assert f"quantized {count} of 8" in bundles[precision].summary[0]
+        assert words in bundles[precision].summary[0]
     bits = {layer.name: layer.bits for layer in Bundle.open(bundles["int4"].bundle).manifest.quantization.layers}
     assert bits.pop("lm_head") == 8
     assert set(bits.values()) == {4}
