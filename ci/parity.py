@@ -19,9 +19,10 @@ from adx.ci.distance import distance, negative_log_likelihood
 from adx.ci.figures import ParityFigures, Tally, finite_or_none
 from adx.ci.progress import Report, quiet
 from adx.ci.reference import Reference
-from adx.engines.plan_record import GRAPHS, check_records
+from adx.engines.plan_record import check_records
 from adx.export.bundle import Bundle
 from adx.export.errors import BundleError, ParityError, UsageError
+from adx.export.spec import GRAPHS
 from adx.runtime.cache import KVCache
 from adx.runtime.session import Session
 

@@ -12,24 +12,20 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adx.engines.profiles import ShapeProfile
 from adx.engines.tensorrt_build import PlanFacts, write_atomically
+from adx.export.bundle import Bundle, file_sha256
 from adx.export.errors import AdxError, BackendError, BundleError
 from adx.export.manifest import Limits
 from adx.export.manifest_json import decode, encode, parse_object
-from adx.export.spec import Phase
-
-if TYPE_CHECKING:
-    from adx.export.bundle import Bundle
+from adx.export.spec import GRAPHS, Phase
 
 SCHEMA_VERSION = 1
-GRAPHS = "onnx"  # target of the engine that holds what plans are built from
 AMPERE = 80  # a hardware-compatible plan runs from this compute capability on
 
 _SEAL = "sha256"  # of the record's other keys
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -87,15 +83,6 @@ class PlanRecord:
 def record_path(plan: Path) -> Path:
     """Where a plan's record is: `decode.plan.json` beside `decode.plan`."""
     return plan.with_name(f"{plan.name}.json")
-
-
-def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def to_json(record: PlanRecord) -> str:

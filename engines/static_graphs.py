@@ -25,14 +25,14 @@ from adx.export.linears import Floats, LinearLayer, collect_linears
 from adx.export.portable import graph_spec
 from adx.export.rewrite import prune, seal
 from adx.export.rotary import fold_rotary
-from adx.export.spec import ModelSpec, Phase
+from adx.export.spec import GRAPHS, ModelSpec, Phase
 from adx.export.trace import DOMAIN, SemanticGraph
 from adx.export.weights_file import WeightsFile
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-TARGET = "onnx"
+TARGET = GRAPHS
 FOLDER = f"engines/{TARGET}"
 WEIGHTS = "weights.data"
 IR_VERSION = 11

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adx.engines.devices import gpus
-from adx.engines.plan_record import PlanOptions, PlanRecord, file_sha256, write_record
+from adx.engines.plan_record import PlanOptions, PlanRecord, write_record
 from adx.engines.profiles import CACHE, ShapeProfile, plan_profiles
 from adx.engines.shape_grammar import override, parse_shapes
 from adx.engines.static_graphs import FOLDER, PHASES, WEIGHTS
 from adx.engines.tensorrt_build import PlanFacts, build_plan
 from adx.engines.tensorrt_library import TensorRTLibrary, check_capability, load_library
 from adx.engines.tensorrt_options import BuildOptions, check_options
+from adx.export.bundle import file_sha256
 from adx.export.errors import BackendError, LoweringError, UsageError
 from adx.export.manifest import EngineRecord, Limits, adx_version
 from adx.export.spec import GraphSpec, KVCacheSpec, Phase

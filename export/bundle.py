@@ -72,7 +72,7 @@ class Bundle:
         for record in self.manifest.files:
             try:
                 _check_file(self.path, record)
-                actual = _sha256(self.path / record.path)
+                actual = file_sha256(self.path / record.path)
             except BundleError as error:
                 found.append(str(error))
             else:
@@ -308,10 +308,11 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _record(folder: Path, file: Path) -> FileRecord:
-    return FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, _sha256(file))
+    return FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, file_sha256(file))
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Hex sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):

@@ -8,6 +8,8 @@ from typing import Literal
 Phase = Literal["prefill", "decode"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
+GRAPHS = "onnx"  # target of the engine that holds the graphs which plans are built from
+
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 POSITION_IDS = "position_ids"

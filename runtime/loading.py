@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adx.export.errors import BackendError, BundleError
+from adx.export.spec import GRAPHS
 from adx.runtime.generator import Generator
 from adx.runtime.session import Session
 from adx.runtime.text import TextCodec
 
 if TYPE_CHECKING:
     from adx.export.bundle import Bundle
-
-
-GRAPHS = "onnx"  # what plans are built from, on ONNX Runtime's CPU provider; never chosen unless it is named
 
 
 def load(bundle: str | os.PathLike[str], *, target: str | None = None, threads: int | None = None) -> Generator:
@@ -71,7 +69,8 @@ def _static(name: str) -> Callable[[Bundle, int | None], Session]:
     return opener
 
 
-# What opens a target's engine; a new backend is a line here and a file beside this one.
+# What opens a target's engine; a new backend is a line here and a file beside this one. GRAPHS runs them on ONNX
+# Runtime's CPU provider, and is never chosen unless it is named.
 _OPENERS: Mapping[str, Callable[[Bundle, int | None], Session]] = {
     "ort-cpu": _open_ort_cpu,
     "ort-cuda": _static("open_ort_cuda"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adx.export.errors import BackendError, BundleError, ContextLengthError, UsageError
+from adx.export.errors import BackendError, BundleError
 from adx.export.spec import (
     INPUT_IDS,
     LOGITS,
@@ -24,6 +24,7 @@ from adx.export.spec import (
 from adx.runtime.cache import KVCache
 from adx.runtime.hugepages import huge_pages_for_new_memory
 from adx.runtime.session import Logits, Tokens, Wanted
+from adx.runtime.session_checks import check_decode, check_prefill, checked_capacity
 from adx.runtime.threads import check_threads, usable_threads
 
 if TYPE_CHECKING:
@@ -89,13 +90,7 @@ class OrtSession:
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
         """See `Session.new_cache`; unused places hold zeros, never NaN."""
-        capacity = self.capacity if capacity is None else capacity
-        if batch_size < 1 or (self.max_batch_size is not None and batch_size > self.max_batch_size):
-            raise UsageError(
-                f"a batch of {batch_size} rows: this engine takes 1 to {self.max_batch_size or 'any number'}"
-            )
-        if not 1 <= capacity <= self.capacity:
-            raise UsageError(f"a cache of {capacity} tokens: this engine's rows hold 1 to {self.capacity}")
+        capacity = checked_capacity(self, batch_size, capacity)
         spec = self.kv_cache
         shape = (batch_size, spec.kv_heads, capacity, spec.head_dim)
         buffers = [np.zeros(shape, np.float32) for _ in range(2 * spec.layers)]
@@ -104,14 +99,7 @@ class OrtSession:
     def prefill(self, tokens: Tokens, lengths: Tokens, cache: KVCache, wanted: Wanted = "last") -> Logits:
         """See `Session.prefill`."""
         batch, length = tokens.shape
-        if cache.lengths.any():
-            raise UsageError("prefill needs an empty cache: clear it, or append with decode")
-        if batch != cache.batch_size or lengths.shape != (batch,) or lengths.min() < 1 or lengths.max() > length:
-            raise UsageError(
-                f"prefill of {tokens.shape} tokens, lengths {lengths.tolist()}, into {cache.batch_size} rows"
-            )
-        if lengths.max() > cache.capacity:
-            raise ContextLengthError(int(lengths.max()), cache.capacity)
+        check_prefill(tokens, lengths, cache)
         if self.recompute_at is None and length > PREFILL_CHUNK:
             return self._prefill_in_chunks(tokens, lengths, cache, wanted)
         step = _Step.bind(self, cache, tokens.shape, batch if wanted == "last" else batch * length)
@@ -124,10 +112,7 @@ class OrtSession:
     def decode(self, tokens: Tokens, cache: KVCache) -> Logits:
         """See `Session.decode`. Several new tokens for several rows go row by row, on views of the cache."""
         batch, length = tokens.shape
-        if batch != cache.batch_size or length < 1:
-            raise UsageError(f"decode of {tokens.shape} tokens into {cache.batch_size} rows")
-        if int(cache.lengths.max()) + length > cache.capacity:
-            raise ContextLengthError(int(cache.lengths.max()) + length, cache.capacity)
+        check_decode(tokens, cache)
         if batch > 1 and length > 1:
             return np.stack([self.decode(tokens[b : b + 1], _row(cache, b))[0].copy() for b in range(batch)])
         step = self._kept_step(cache) if length == 1 else _Step.bind(self, cache, tokens.shape, length)

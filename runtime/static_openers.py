@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from adx.engines.profiles import DECODE_TOKENS, PREFILL_CHUNK
 from adx.export.errors import BackendError, BundleError, UsageError
 from adx.export.manifest import EngineRecord
-from adx.export.spec import Phase
+from adx.export.spec import GRAPHS, Phase
 from adx.runtime.static_session import CHECK_CHUNK, StaticSession
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from adx.runtime.cuda import Cuda
     from adx.runtime.ort_device import DeviceProvider
 
-ONNX = "onnx"  # the target whose files are the graphs themselves
 GPU_THREADS = "threads: this engine computes on the GPU, so a number of CPU threads has no effect; leave it out"
 
 
@@ -35,7 +34,7 @@ def open_onnx(bundle: Bundle, threads: int | None) -> StaticSession:
     """
     from adx.runtime.ort_graphs import OrtGraphs
 
-    engine = _engines(bundle, ONNX)[0]
+    engine = _engines(bundle, GRAPHS)[0]
     kv_cache, vocab_size = _cache_of(bundle, engine), bundle.manifest.model.vocab_size
     graphs = OrtGraphs(bundle.path / engine.prefill, bundle.path / engine.decode, kv_cache, vocab_size, threads=threads)
     limits = engine.limits
@@ -177,7 +176,7 @@ def open_plans(bundle: Bundle, library: TensorRTLibrary, cuda: Cuda, *, cuda_gra
 def _check_plan(bundle: Bundle, library: TensorRTLibrary, capability: str, phase: Phase, plan: Path) -> PlanRecord:
     from adx.engines.plan_record import check_plan
 
-    graphs = _engines(bundle, ONNX)[0]
+    graphs = _engines(bundle, GRAPHS)[0]
     digests = {file.path: file.sha256 for file in bundle.manifest.files}
     weights = next(file for file in graphs.files if file not in (graphs.prefill, graphs.decode))
     rebuild = _rebuild(bundle, library.target, capability)
@@ -209,7 +208,7 @@ def _open_ort(
 
     if threads is not None:
         raise UsageError(GPU_THREADS)
-    engine = _engines(bundle, ONNX)[0]
+    engine = _engines(bundle, GRAPHS)[0]
     _require_gpu()
     kv_cache, vocab_size = _cache_of(bundle, engine), bundle.manifest.model.vocab_size
     graphs: dict[Phase, Path] = {"prefill": bundle.path / engine.prefill, "decode": bundle.path / engine.decode}
@@ -240,7 +239,7 @@ def _engines(bundle: Bundle, target: str) -> Sequence[EngineRecord]:
     found = [engine for engine in bundle.manifest.engines if engine.target == target]
     if not found:
         held = ", ".join(dict.fromkeys(engine.target for engine in bundle.manifest.engines)) or "none"
-        remedy = "export it for a GPU target" if target == ONNX else f"`adx compile {bundle.path} --target {target}`"
+        remedy = "export it for a GPU target" if target == GRAPHS else f"`adx compile {bundle.path} --target {target}`"
         raise BackendError(f"{bundle.path} holds no {target} engine (it holds: {held}): {remedy}")
     return found
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adx.engines.profiles import DECODE_TOKENS, PREFILL_CHUNK
-from adx.export.errors import ContextLengthError, UsageError
 from adx.export.spec import INPUT_IDS, PAD_LENGTHS, ROW_LENGTHS, WRITE_INDICES, KVCacheSpec, Phase
 from adx.runtime.cache import KVCache
 from adx.runtime.session import Logits, Tokens, Wanted
+from adx.runtime.session_checks import check_decode, check_prefill, checked_capacity
 
 CHECK_CHUNK = 128  # the same on a CPU: suits its caches, and lets checks of some length cross from chunk to chunk
 
@@ -97,40 +97,23 @@ class StaticSession:
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
         """See `Session.new_cache`; unused places hold zeros, never NaN."""
-        capacity = self.capacity if capacity is None else capacity
-        if batch_size < 1 or (self.max_batch_size is not None and batch_size > self.max_batch_size):
-            raise UsageError(
-                f"a batch of {batch_size} rows: this engine takes 1 to {self.max_batch_size or 'any number'}"
-            )
-        if not 1 <= capacity <= self.capacity:
-            raise UsageError(f"a cache of {capacity} tokens: this engine's rows hold 1 to {self.capacity}")
+        capacity = checked_capacity(self, batch_size, capacity)
         buffers = self._executor.new_buffers(batch_size, self.capacity if self._fixed_places else capacity)
         return KVCache(buffers, np.zeros(batch_size, np.int64), capacity)
 
     def prefill(self, tokens: Tokens, lengths: Tokens, cache: KVCache, wanted: Wanted = "last") -> Logits:
         """See `Session.prefill`. Prompts of more than `prefill_chunk` tokens are read in chunks."""
-        batch, length = tokens.shape
-        if cache.lengths.any():
-            raise UsageError("prefill needs an empty cache: clear it, or append with decode")
-        if batch != cache.batch_size or lengths.shape != (batch,) or lengths.min() < 1 or lengths.max() > length:
-            raise UsageError(
-                f"prefill of {tokens.shape} tokens, lengths {lengths.tolist()}, into {cache.batch_size} rows"
-            )
-        if lengths.max() > cache.capacity:
-            raise ContextLengthError(int(lengths.max()), cache.capacity)
+        check_prefill(tokens, lengths, cache)
         true = tokens[:, : int(lengths.max())]  # never a place past the cache's end
         read = self._read_last if wanted == "last" else self._read_all
-        logits = read(true, lengths, cache, length)
+        logits = read(true, lengths, cache, tokens.shape[1])
         cache.lengths[:] = lengths
         return logits
 
     def decode(self, tokens: Tokens, cache: KVCache) -> Logits:
         """See `Session.decode`. More than `decode_tokens` new tokens are appended in pieces."""
         batch, length = tokens.shape
-        if batch != cache.batch_size or length < 1:
-            raise UsageError(f"decode of {tokens.shape} tokens into {cache.batch_size} rows")
-        if int(cache.lengths.max()) + length > cache.capacity:
-            raise ContextLengthError(int(cache.lengths.max()) + length, cache.capacity)
+        check_decode(tokens, cache)
         if length <= self._decode_tokens:
             after = cache.lengths + length
             logits = self._run("decode", tokens, cache.lengths, after, cache)
