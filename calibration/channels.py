@@ -58,3 +58,9 @@ def quantize_channels(weight: Floats) -> tuple[NDArray[np.int8], NDArray[np.floa
     scales[low] = np.nextafter(scales[low], np.float16(np.inf))
     codes = np.rint(weight / scales.astype(np.float32)[:, None]).astype(np.int8)
     return codes, scales
+
+
+def dequantize_channels(codes: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
+    """The float matrix (out, in) that codes and scales stand for."""
+    values: Floats = codes * scales.astype(np.float32)[:, None]
+    return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from adx.calibration.activations import InputQuantization
 from adx.calibration.channels import ChannelScheme
@@ -13,11 +13,14 @@ from adx.calibration.weights import BlockScheme
 from adx.export.errors import UsageError
 from adx.export.spec import Precision
 
-INT4_GROUP = 64
+INT4_GROUP, INT4_FINER = 64, 32
 # At 8 bits the error is that of the activations, which share the weights' blocks; the head's input cannot be smoothed.
 INT8_GROUPS = {"head": 32, "other": 64}
 # Inputs that 8 bits with one static scale would disturb more than this (see `InputQuantization.noise`) stay float.
 INPUT_NOISE = 1e-3
+
+
+Level = Literal["finer", "int8", "weights", "float"]
 
 
 class Layer(Protocol):
@@ -41,6 +44,20 @@ class LayerRecipe:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """A layer that is kept more precise than the recipe's precision.
+
+    Attributes:
+        level: `finer`: smaller blocks in a recipe of 4 bits; `int8`: 8 bits there; `weights`: its input stays float in
+            a recipe that quantizes inputs; `float`: all of it does.
+        reason: why, in words.
+    """
+
+    level: Level
+    reason: str
+
+
+@dataclass(frozen=True)
 class QuantRecipe:
     """How each linear layer is stored.
 
@@ -60,7 +77,9 @@ def make_recipe(
     linears: Mapping[str, Layer],
     *,
     group_size: int | None = None,
+    symmetric: bool | None = None,
     exclude: Sequence[str] = (),
+    raised: Mapping[str, Raised] | None = None,
 ) -> QuantRecipe:
     """The recipe of a precision.
 
@@ -70,7 +89,9 @@ def make_recipe(
         precision: `fp32`, `int8` or `int4`.
         linears: every linear layer by name.
         group_size: weights that share a scale; -1 for whole rows; None for what suits each layer.
+        symmetric: without zero points; None: at 8 bits without, at 4 bits with them.
         exclude: regular expressions; layers whose name one of them finds stay in float.
+        raised: layers that are kept more precise.
 
     Raises:
         UsageError: an expression is invalid or matches nothing, or no layer would be quantized.
@@ -83,15 +104,15 @@ def make_recipe(
     layers: dict[str, LayerRecipe] = {}
     for name, linear in linears.items():
         matched = next((p.pattern for p in patterns if p.search(name)), None)
-        columns = linear.shape[1]
+        more = (raised or {}).get(name)
+        scheme = block_scheme(precision, linear, group_size, symmetric, more.level if more else None)
         if matched is not None:
             layers[name] = LayerRecipe(None, f"excluded by {matched!r}")
-        elif precision == "int4" and linear.role == "head":
-            layers[name] = LayerRecipe(BlockScheme(8, _int8_block(linear)), "the head keeps 8 bits")
-        elif precision == "int4":
-            layers[name] = LayerRecipe(BlockScheme(4, _group(group_size, columns, INT4_GROUP), symmetric=False))
+        elif more is not None:
+            layers[name] = LayerRecipe(scheme, more.reason)
         else:
-            layers[name] = LayerRecipe(BlockScheme(8, _group(group_size, columns, _int8_block(linear))))
+            head = precision == "int4" and linear.role == "head"
+            layers[name] = LayerRecipe(scheme, "the head keeps 8 bits" if head else None)
     if all(layer.scheme is None for layer in layers.values()):
         raise UsageError(f"no layer would be quantized to {precision}: exclude fewer")
     return QuantRecipe(precision, layers, BlockScheme(8, INT8_GROUPS["head"]))
@@ -103,6 +124,8 @@ def make_channel_recipe(
     *,
     inputs: Mapping[str, InputQuantization] | None = None,
     exclude: Sequence[str] = (),
+    raised: Mapping[str, Raised] | None = None,
+    uniform: bool = False,
 ) -> QuantRecipe:
     """The recipe of a precision for kernels that take one scale per output channel (TensorRT's).
 
@@ -111,6 +134,8 @@ def make_channel_recipe(
         linears: every linear layer by name.
         inputs: how each layer's input would be quantized; None: weights alone are quantized.
         exclude: as `make_recipe`.
+        raised: as `make_recipe`.
+        uniform: quantize inputs however much noise that adds, the head's too.
 
     Raises:
         UsageError: as `make_recipe`.
@@ -123,17 +148,19 @@ def make_channel_recipe(
     layers: dict[str, LayerRecipe] = {}
     for name in linears:
         matched = next((p.pattern for p in patterns if p.search(name)), None)
-        found = None if inputs is None else inputs.get(name)
+        found, more = None if inputs is None else inputs.get(name), (raised or {}).get(name)
         if matched is not None:
             layers[name] = LayerRecipe(None, f"excluded by {matched!r}")
+        elif more is not None:
+            layers[name] = LayerRecipe(None if more.level == "float" else ChannelScheme(), more.reason)
         elif inputs is None:
             layers[name] = LayerRecipe(ChannelScheme())
         elif found is None:
             layers[name] = LayerRecipe(ChannelScheme(), "its input stays float: no calibration sample reached it")
-        elif linears[name].role == "head":
+        elif linears[name].role == "head" and not uniform:
             # Noise in the head's input is noise in the logits, with no layer after it to average over.
             layers[name] = LayerRecipe(ChannelScheme(), "its input stays float: it makes the logits")
-        elif found.noise > INPUT_NOISE:
+        elif found.noise > INPUT_NOISE and not uniform:
             reason = f"its input stays float: in 8 bits its noise would be {found.noise:.2g} of it"
             layers[name] = LayerRecipe(ChannelScheme(), reason)
         else:
@@ -153,12 +180,36 @@ def _compiled(pattern: str, shapes: Mapping[str, object]) -> re.Pattern[str]:
     return compiled
 
 
-def _group(group_size: int | None, columns: int, default: int) -> int:
+def _group(group_size: int, columns: int) -> int:
     """The block of a group size; whole rows are one block, of the next power of two, and no block is larger."""
-    if group_size is None:
-        return default
     row = max(16, 1 << (columns - 1).bit_length())
     return row if group_size == -1 else min(group_size, row)
+
+
+def block_scheme(
+    precision: Precision, linear: Layer, group_size: int | None, symmetric: bool | None, level: Level | None = None
+) -> BlockScheme | None:
+    """How a layer is stored in blocks at int8 or int4, or None for float.
+
+    Args:
+        level: what it is raised to; None: as the precision has it.
+    """
+    columns = linear.shape[1]
+    if level == "float":
+        return None
+    if precision == "int4" and linear.role != "head" and level != "int8":
+        return int4_scheme(columns, INT4_FINER if level == "finer" else group_size, symmetric)
+    if precision == "int4":
+        return BlockScheme(8, _int8_block(linear))
+    block = _int8_block(linear) if group_size is None else _group(group_size, columns)
+    if linear.role == "head" and columns % block:
+        block = max(16, columns & -columns)  # blocks that fill whole rows: an embedding tied to it needs them
+    return BlockScheme(8, block, symmetric is not False)
+
+
+def int4_scheme(columns: int, group_size: int | None, symmetric: bool | None) -> BlockScheme:
+    """How a layer is stored in 4 bits unless something says otherwise."""
+    return BlockScheme(4, INT4_GROUP if group_size is None else _group(group_size, columns), symmetric is True)
 
 
 def _int8_block(linear: Layer) -> int:

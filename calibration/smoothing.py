@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from adx.calibration.channels import quantize_channels
+from adx.calibration.channels import dequantize_channels, quantize_channels
 from adx.calibration.ranges import LayerRange
+from adx.calibration.weights import grouped_columns
 from adx.export.linears import LinearLayer, names_of
 from adx.export.rewrite import constant, part_of, producer
 from adx.export.trace import DOMAIN
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 Choose = Callable[[Sequence[LinearLayer]], "Floats | None"]
+Rounded = Callable[[Floats], Floats]
+Step = Callable[[LayerRange], Floats]
 
-ALPHA = 0.5
+ALPHA = 0.6
 _SMALLEST = 1e-5
 _TINY = float(np.finfo(np.float32).tiny)
 _STRENGTHS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_LEVELS = 127
 _NORMS = {"RMSNormalization", "LayerNormalization"}
 
 
@@ -80,40 +85,98 @@ def by_activations(ranges: Mapping[str, Floats], alpha: float = ALPHA) -> Choose
     return choose
 
 
-def by_weight_error(ranges: Mapping[str, LayerRange]) -> Choose:
-    """Divisors for layers whose weights alone are quantized, a scale per output channel: of a few strengths the one
-    that leaves the least error in the layers' outputs.
+def by_weight_error(ranges: Mapping[str, LayerRange], rounded: Rounded | None = None) -> Choose:
+    """Divisors for layers whose weights alone are quantized: of a few strengths the one that leaves the least error in
+    the layers' outputs.
 
     The error of weight (i, j) counts with the mean square of channel j (Lin et al. 2023, "AWQ", section 3.2, with the
     search over strengths done on this sum and not by running the layer).
+
+    Args:
+        ranges: of the layers' inputs.
+        rounded: what a matrix (out, in) becomes; default: 8 bits, a scale per output channel.
     """
+    rounded = rounded or _channels
+
+    def error(weight: Floats, power: Floats, divisor: Floats | None) -> float:
+        return _weight_error(weight, power, divisor, rounded)
+
+    return _search(ranges, lambda found: np.sqrt(found.power), _STRENGTHS, lambda found, w, d: error(w, found.power, d))
+
+
+def by_output_error(ranges: Mapping[str, LayerRange], rounded: Rounded | None, step: Step) -> Choose:
+    """SmoothQuant's divisors, each group of layers with the share of the outliers that leaves the least error in the
+    layers' outputs, counting what rounding adds to the weights and to the activations.
+
+    Args:
+        ranges: of the layers' inputs.
+        rounded: as `by_weight_error`.
+        step: a quantized input's step at each channel, (in,), from the range of the input as it is divided.
+    """
+
+    rounded = rounded or _channels
+
+    def error(found: LayerRange, weight: Floats, divisor: Floats | None) -> float:
+        by = np.float32(1) if divisor is None else divisor
+        power = np.asarray(found.power / np.square(by), np.float32)
+        noise = np.square(step(replace(found, inputs=found.inputs / by, power=power))) / 12
+        signal = float((np.square(weight) @ found.power).sum())
+        rounding = float((np.square(weight * by) @ noise).sum()) / max(signal, _TINY)
+        return _weight_error(weight, found.power, divisor, rounded) + rounding
+
+    return _search(ranges, lambda found: found.inputs, _SHARES, error)
+
+
+def static_step(found: LayerRange) -> Floats:
+    """The step of an input with one scale for all of it, in 8 bits."""
+    return np.full(found.inputs.shape, found.inputs.max() / _LEVELS, np.float32)
+
+
+def block_step(block_size: int) -> Step:
+    """The step of an input that is quantized as it comes, a scale for each block of channels of each token: a token's
+    largest magnitude in a block is taken for three times the largest root mean square there."""
+
+    def step(found: LayerRange) -> Floats:
+        size = np.sqrt(found.power)
+        blocks = grouped_columns(size[None], block_size).max(-1)[0]
+        return (3 / _LEVELS * np.repeat(blocks, block_size)[: len(size)]).astype(np.float32)
+
+    return step
+
+
+def _search(
+    ranges: Mapping[str, LayerRange],
+    size: Callable[[LayerRange], Floats],
+    strengths: Sequence[float],
+    error: Callable[[LayerRange, Floats, Floats | None], float],
+) -> Choose:
+    """Of the divisors at each strength, and none, the one with the smallest sum of the layers' errors."""
 
     def choose(readers: Sequence[LinearLayer]) -> Floats | None:
         found = ranges.get(readers[0].name)
         if found is None or any(layer.name not in ranges for layer in readers):
             return None
         weights = [layer.weight() for layer in readers]
-        size, largest = np.sqrt(found.power), _largest_weight(readers)
-        divisors = [_divisor(size, largest, alpha) for alpha in _STRENGTHS]
-        errors = [_output_error(weights, found.power, divisor) for divisor in (None, *divisors)]
-        best = int(np.argmin(errors))
-        return None if best == 0 else divisors[best - 1]
+        largest = np.max([np.abs(weight).max(0) for weight in weights], axis=0)
+        candidates = [None, *(_divisor(size(found), largest, strength) for strength in strengths)]
+        errors = [sum(error(found, weight, divisor) for weight in weights) for divisor in candidates]
+        return candidates[int(np.argmin(errors))]
 
     return choose
 
 
-def _output_error(weights: Sequence[Floats], power: Floats, divisor: Floats | None) -> float:
-    """Sum over layers of the error that rounding adds to the output, relative to the output."""
-    total = 0.0
-    for weight in weights:
-        scaled = weight if divisor is None else weight * divisor
-        codes, scales = quantize_channels(scaled)
-        error = codes * scales.astype(np.float32)[:, None] - scaled
-        if divisor is not None:
-            error /= divisor
-        signal = float((np.square(weight) @ power).sum())
-        total += float((np.square(error) @ power).sum()) / max(signal, _TINY)
-    return total
+def _weight_error(weight: Floats, power: Floats, divisor: Floats | None, rounded: Rounded) -> float:
+    """The error that rounding the weight adds to the output, relative to the output."""
+    scaled = weight if divisor is None else weight * divisor
+    error = rounded(scaled) - scaled
+    if divisor is not None:
+        error /= divisor
+    signal = float((np.square(weight) @ power).sum())
+    return float((np.square(error) @ power).sum()) / max(signal, _TINY)
+
+
+def _channels(weight: Floats) -> Floats:
+    return dequantize_channels(*quantize_channels(weight))
 
 
 def _largest_weight(readers: Sequence[LinearLayer]) -> Floats:

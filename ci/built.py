@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from adx.ci.export_request import ExportRequest
 from adx.ci.progress import Report
@@ -13,9 +13,12 @@ from adx.export.manifest import EngineRecord, Limits
 from adx.export.spec import GraphSpec, ModelSpec
 
 if TYPE_CHECKING:
+    from adx.calibration.budget import Unit
     from adx.calibration.ranges import Tokens
-    from adx.calibration.recipe import QuantRecipe
+    from adx.calibration.recipe import QuantRecipe, Raised
     from adx.calibration.samples import CalibrationSamples
+    from adx.calibration.sensitivity import Altered
+    from adx.ci.calibrated import Calibration
     from adx.export.linears import LinearLayer
     from adx.export.trace import SemanticGraph
     from adx.runtime.session import Session
@@ -61,6 +64,27 @@ class Built:
     samples: CalibrationSamples | None
     open: Callable[[], Session]
     check: Callable[[Sequence[Tokens]], tuple[str, ...]] = lambda rows: ()
+
+
+class Builder(Protocol):
+    """Builds one export's engines, as often as the search for its budget asks."""
+
+    calibration: Calibration
+
+    def build(self, raised: Mapping[str, Raised]) -> Built:
+        """Engines with some layers more precise than the recipe has them; what an earlier build left is replaced."""
+
+    def units(self) -> tuple[Unit, ...]:
+        """Layers that are quantized alike, with what they can be raised to."""
+
+    def altered(self, name: str) -> Altered | None:
+        """A layer as it computes in the recipe; None: in float."""
+
+    def errors(self, unit: Unit) -> tuple[float, ...]:
+        """Squared errors of a unit's outputs over the outputs' squares: as the recipe has it, then at each level."""
+
+    def error(self, name: str, scheme: object) -> float | None:
+        """Squared error that a layer's stored weight adds to its output, over the output's square; None: in float."""
 
 
 def onnx_packages() -> Mapping[str, str]:

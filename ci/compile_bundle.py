@@ -95,6 +95,7 @@ def _checked(request: CompileRequest) -> tuple[Bundle, Bundle, GraphSource]:
     _check_request(request)
     whole = _read(request.bundle)
     source = _source(whole, request)
+    _refuse_blocks(whole, request)
     for phase in PHASES:
         tensorrt.profiles_of(source, phase, request.plans)
     hint = compile_command(request)
@@ -110,6 +111,18 @@ def _checked(request: CompileRequest) -> tuple[Bundle, Bundle, GraphSource]:
     kept = _without(whole, places)
     check_free_space(_out(request), _needed(request, kept, source, len(places)))
     return whole, kept, source
+
+
+def _refuse_blocks(bundle: Bundle, request: CompileRequest) -> None:
+    """Weights in blocks are what ONNX Runtime's kernels take; TensorRT's take channels."""
+    quantization = bundle.manifest.quantization
+    blocks = next((layer for layer in quantization.layers if layer.block_size is not None), None)
+    if blocks is not None:
+        raise UsageError(
+            f"--target {request.targets[0]}: the bundle's {quantization.recipe} weights are stored in blocks of "
+            f"{blocks.block_size} ({blocks.name}), for ONNX Runtime's kernels; TensorRT takes one scale per channel: "
+            f"export the checkpoint again with --target {request.targets[0]}"
+        )
 
 
 def _refuse_inside(request: CompileRequest) -> None:

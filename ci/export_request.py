@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adx.calibration.activations import Method
 from adx.engines.tensorrt import PlanRequest
@@ -17,7 +17,7 @@ ORT_CUDA = "ort-cuda"
 TENSORRT = ("tensorrt", "tensorrt-rtx")
 STATIC = (*TENSORRT, ORT_CUDA)  # targets that run the graphs over a preallocated cache
 PORTABLE_OPSET = 23
-ALGORITHMS = {"int8": "smoothquant", "int4": "rtn"}  # the default of each quantized precision
+ALGORITHMS = {"int8": "smoothquant", "int4": "gptq"}  # the default of each quantized precision
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,21 @@ class ExportRequest:
         max_batch_size: rows that the engine shall accept at most; None: no bound.
         max_input_len: tokens of a prompt; None: as many as the sequence may have.
         max_seq_len: tokens of prompt and reply together; None: the model's context.
-        quant_algo: `rtn` (round to nearest) or `smoothquant`; None: what suits the precision.
+        quant_algo: `rtn` (round to nearest), `smoothquant`, `awq` or `gptq`; None: what suits the precision.
+        smooth_quant_alpha: share of the outliers that SmoothQuant moves into the weights, for all layers; `auto`: for
+            each the one that leaves the least error in its output; None: 0.6.
+        clip: at int4 with `rtn` or `smoothquant`, clip ranges where that leaves less error.
+        symmetric: at int4 and int8, without or with zero points; None: what suits the precision and the target.
         weights_only: at int8 on TensorRT targets, leave activations in float16.
         calib_data: text to calibrate on; None: the model writes it.
         calib_size: samples at most; None: what suits the data.
         calib_seq_len: tokens of a sample; None: the same.
         calib_method: how scales of activations are chosen.
+        calib_cache: folder that keeps statistics for later exports; None: for this one only.
+        max_ppl_increase: largest increase of perplexity that is accepted, as a part: 0.05 for 5 %; None: the
+            precision's own bound.
+        max_kl: largest mean KL divergence, in nats; None: the precision's own bound.
+        uniform: keep every layer at the precision asked for, whatever that costs.
         group_size: weights that share a scale, -1 for whole rows; None: what suits each layer.
         nodes_to_exclude: regular expressions of layers that stay in float.
         plans: how TensorRT builds.
@@ -64,11 +73,18 @@ class ExportRequest:
     max_input_len: int | None = None
     max_seq_len: int | None = None
     quant_algo: str | None = None
+    smooth_quant_alpha: float | Literal["auto"] | None = None
+    clip: bool = False
+    symmetric: bool | None = None
     weights_only: bool = False
     calib_data: Path | None = None
     calib_size: int | None = None
     calib_seq_len: int | None = None
     calib_method: Method = "minmax"
+    calib_cache: Path | None = None
+    max_ppl_increase: float | None = None
+    max_kl: float | None = None
+    uniform: bool = False
     group_size: int | None = None
     nodes_to_exclude: tuple[str, ...] = ()
     plans: PlanRequest = field(default_factory=PlanRequest)
@@ -100,12 +116,22 @@ class ExportRequest:
     @property
     def quantizes_activations(self) -> bool:
         """Whether activations get static scales."""
-        return self.static and self.precision == "int8" and not self.weights_only
+        return bool(self.plan_targets) and self.precision == "int8" and not self.weights_only
 
     @property
     def bound(self) -> str:
         """The row of the parity table that the bundle must keep."""
         return "int8-activations" if self.quantizes_activations else self.precision
+
+    @property
+    def clips(self) -> bool:
+        """Whether ranges of 4-bit weights are clipped."""
+        return self.precision == "int4" and (self.clip or self.algorithm in ("awq", "gptq"))
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether anything is measured on samples."""
+        return self.static or self.clips or self.algorithm not in (None, "rtn")
 
     @property
     def plan_targets(self) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def _expose(model: onnx.ModelProto) -> dict[str, str]:
         layer = node.name if "." in node.name else layer
         casts = node.op_type == "Cast" and next(a.i for a in node.attribute if a.name == "to") == half
         biased = node.op_type == "Add" and node.input[0] in names
-        if casts or biased or node.op_type == "MatMul":
+        if casts or biased or node.op_type in ("MatMul", "MatMulNBits"):
             names[node.output[0]] = layer
     model.graph.output.extend(helper.make_tensor_value_info(name, half, None) for name in names)
     return names

@@ -14,6 +14,8 @@ from adx.ci.calibration import check_calibration, check_samples
 from adx.ci.export_record import manifest_of, summary_of
 from adx.ci.export_request import PORTABLE_OPSET, ExportPlan, ExportRequest, ExportResult
 from adx.ci.progress import Report, quiet
+from adx.ci.proof import Proof, budget_of
+from adx.ci.quantization_report import write_quantization_report
 from adx.ci.targets import check_targets
 from adx.export.errors import BackendError, UsageError
 from adx.export.spec import ModelSpec
@@ -91,11 +93,19 @@ def _plan(request: ExportRequest, checkpoint: Checkpoint, spec: ModelSpec) -> Ex
 
 
 def _plan_lines(request: ExportRequest) -> tuple[str, ...]:
-    """What is calibrated on, and which plans are built, for targets that have either."""
-    if not request.static:
-        return ()
-    text = "text that the model writes" if request.calib_data is None else str(request.calib_data)
-    lines = [f"reads:  {text}, for the ranges of activations"]
+    """What is calibrated on, what may be lost, and which plans are built, where there is any of these."""
+    lines = []
+    if request.calibrates:
+        text = "text that the model writes" if request.calib_data is None else str(request.calib_data)
+        measured = "second moments" if request.algorithm == "gptq" else "the ranges"
+        lines.append(f"reads:  {text}, for {measured} of activations")
+    if request.algorithm is not None:
+        limits = [f"{key} {value:g}" for key, value in budget_of(request).to_dict().items() if key != "precision"]
+        fixed = request.uniform or request.allow_parity_failure
+        lines.append(
+            f"budget: {', '.join(limits)}"
+            + (" (no search)" if fixed else "; where it is missed, layers that cost the most are kept more precise")
+        )
     if request.plan_targets:
         sms = ", ".join(request.plans.sms) or "the GPU that is present"
         lines.append(f"plans:  prefill and decode for {sms}" if request.build else "plans:  none now (--no-build)")
@@ -109,7 +119,7 @@ def export_bundle(request: ExportRequest, report: Report = quiet) -> ExportResul
         UsageError: options that contradict each other, or an output that is there.
         CheckpointError: the checkpoint is damaged, or not supported.
         BackendError: ONNX Runtime is missing.
-        Interrupted: by a signal; nothing is left behind.
+        Interrupted: by a signal; nothing is left but what was measured for a second try, in `OUT.calibration`.
     """
     from adx.export.interrupt import interruptible
 
@@ -118,8 +128,9 @@ def export_bundle(request: ExportRequest, report: Report = quiet) -> ExportResul
 
 
 def _export(request: ExportRequest, report: Report) -> ExportResult:
-    from adx.ci.build_cpu import build_cpu
-    from adx.ci.build_static import build_static
+    from adx.ci.budget import build_within
+    from adx.ci.builders import make_builder
+    from adx.ci.calibrated import Calibration
     from adx.export.bundle import Bundle, BundleWriter, check_free_space
     from adx.export.checkpoint_load import load_config, load_model
     from adx.export.checkpoint_spec import weights_sha256
@@ -137,21 +148,25 @@ def _export(request: ExportRequest, report: Report) -> ExportResult:
         digest = weights_sha256(checkpoint, lambda done, total: report("hashing the weights", done / max(total, 1)))
         spec = dataclasses.replace(spec, weights_sha256=digest)
         save_text_files(checkpoint, writer.folder, config=config)
-        check_samples(request, spec, writer.folder, config)
+        check_samples(request, spec, writer.folder, config, report)
         report("loading the weights", None)
         model = load_model(checkpoint, config=config)
         report("tracing the model", None)
         semantic = trace(model, spec.kv_cache)
         portable = _portable(request, semantic, writer.folder, report)
         source = Source(request, spec, limits, writer.folder, model, semantic, report)
-        built = build_static(source) if request.static else build_cpu(source)
-        figures = _parity(source, built)
-        _write_report(writer.folder, figures)
-        kept = figures.passed or request.allow_parity_failure
-        plans = _plans(source, built) if kept else ()
-        if kept:
-            manifest = manifest_of(request, spec, limits, built, plans, portable, figures)
-            writer.commit(manifest, lambda done, total: report("hashing the bundle", done / max(total, 1)))
+        with Calibration(source) as calibration:
+            builder = make_builder(source, calibration)
+            proof = Proof(source)
+            outcome = build_within(source, builder, proof)
+            built, figures = outcome.built, outcome.figures
+            _write_report(writer.folder, figures)
+            kept = figures.passed or request.allow_parity_failure
+            plans = _plans(source, built) if kept else ()
+            if kept:
+                write_quantization_report(source, builder, proof, outcome, (*plans, *built.engines))
+                manifest = manifest_of(request, spec, limits, built, plans, portable, figures)
+                writer.commit(manifest, lambda done, total: report("hashing the bundle", done / max(total, 1)))
     size = Bundle.open(request.out).total_bytes() if kept else 0
     seconds = time.perf_counter() - started
     return ExportResult(
@@ -232,33 +247,6 @@ def _limits(request: ExportRequest, spec: ModelSpec) -> Limits:
         return limits
     check_volume(bounded(limits), spec.kv_cache)
     return bounded(limits)
-
-
-def _parity(source: Source, built: Built) -> ParityFigures:
-    from adx.ci.bounds import bound_of
-    from adx.ci.corpus import load_corpus
-    from adx.ci.half_range import probe_rows
-    from adx.ci.parity import measure_parity
-    from adx.ci.reference import Reference
-
-    request, spec = source.request, source.spec
-    source.report("loading the engine", None)
-    session = built.open()
-    tokenizer = source.folder / "tokenizer.json"
-    corpus = load_corpus(spec.vocab_size, tokenizer if tokenizer.exists() else None)
-    figures = measure_parity(
-        session,
-        Reference(source.model, threads=session.threads),
-        corpus,
-        bound_of(built.bound, atol=request.atol, rtol=request.rtol),
-        max_input_len=source.limits.max_input_len,
-        windows=spec.kv_cache.windows,
-        seed=request.seed,
-        report=source.report,
-    )
-    session.close()
-    misses = built.check(probe_rows(corpus, spec.vocab_size, source.limits.max_input_len))
-    return dataclasses.replace(figures, misses=(*figures.misses, *misses))
 
 
 def _write_report(folder: Path, figures: ParityFigures) -> None:

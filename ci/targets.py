@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from adx.ci.export_request import ORT_CPU, ORT_CUDA, STATIC, TENSORRT, ExportRequest
+from adx.ci.quantization_options import check_quantization
 from adx.export.errors import UsageError
 
-_STATIC_PRECISIONS = {**dict.fromkeys(TENSORRT, ("fp16", "int8")), ORT_CUDA: ("fp16",)}
+_STATIC_PRECISIONS = {**dict.fromkeys(TENSORRT, ("fp16", "int8")), ORT_CUDA: ("fp16", "int8", "int4")}
 
 
 def check_targets(request: ExportRequest) -> None:
@@ -33,6 +34,11 @@ def check_targets(request: ExportRequest) -> None:
             raise UsageError(
                 f"{request.precision} on {target}: it is built in {' or '.join(f'--{name}' for name in accepted)}"
             )
+    if ORT_CUDA in request.targets and request.plan_targets and request.precision != "fp16":
+        raise UsageError(
+            f"{request.precision} on {request.plan_targets[0]} and {ORT_CUDA} in one bundle: they store quantized "
+            "weights differently, and a bundle holds one set of graphs: export two bundles"
+        )
     _check_options(request)
     if request.build:
         for target in request.plan_targets:
@@ -42,22 +48,7 @@ def check_targets(request: ExportRequest) -> None:
 def _check_options(request: ExportRequest) -> None:
     from adx.engines.tensorrt import PlanRequest, check_shape_options
 
-    if request.static and request.group_size is not None:
-        raise UsageError("--group-size: TensorRT targets store one scale per channel; it applies to ort-cpu")
-    if request.weights_only and not (request.static and request.precision == "int8"):
-        raise UsageError(
-            "--weights-only applies to --int8 on TensorRT targets; ort-cpu stores only weights in 8 bits anyway"
-        )
-    if not request.static and request.calib_method != "minmax":
-        raise UsageError("--calib-method applies to --int8 on TensorRT targets: ort-cpu has no static scales")
-    if request.weights_only and request.calib_method != "minmax":
-        raise UsageError("--calib-method chooses scales of activations, which --weights-only leaves in float16")
-    calibrates = request.static or request.algorithm == "smoothquant"
-    if not calibrates and (request.calib_data or request.calib_size or request.calib_seq_len):
-        raise UsageError(
-            f"calibration data has no effect on {request.precision} with {request.algorithm or 'no quantization'}: "
-            "add --int8 with --quant-algo smoothquant"
-        )
+    check_quantization(request)
     shapes = (request.plans.min_shapes, request.plans.opt_shapes, request.plans.max_shapes)
     check_shape_options(shapes)
     if request.plans != PlanRequest() and not (request.plan_targets and request.build):

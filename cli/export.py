@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adx.cli.command import AdxCommand, Values
-from adx.cli.export_options import (
-    AVAILABLE_ALGORITHMS,
-    AVAILABLE_METHODS,
-    PRECISIONS,
-    QUANTIZED,
-    SECTIONS,
-    SPELLING,
-)
+from adx.cli.export_options import PRECISIONS, SECTIONS, SPELLING
 from adx.cli.output import Output
 from adx.cli.plan_options import PLAN_TARGETS, given_plan_options, plan_request
 from adx.export.errors import ParityError, UsageError
@@ -45,6 +38,24 @@ def chosen_precision(values: Values) -> Precision:
     return next(iter(named), "fp32")
 
 
+def chosen_algorithm(values: Values) -> str | None:
+    """The one algorithm that `--quant-algo`, its shorthands and SmoothQuant's own option name, or None.
+
+    Raises:
+        UsageError: they name more than one.
+    """
+    named = {
+        f"--quant-algo {values['quant_algo']}": values["quant_algo"],
+        "--awq": "awq" if values["awq"] else None,
+        "--gptq": "gptq" if values["gptq"] else None,
+        "--smooth-quant-alpha": None if values["smooth_quant_alpha"] is None else "smoothquant",
+    }
+    given = {option: algorithm for option, algorithm in named.items() if algorithm}
+    if len(set(given.values())) > 1:
+        raise UsageError(f"more than one algorithm was asked for: {', '.join(given)}; name one")
+    return next(iter(given.values()), None)
+
+
 def chosen_model(values: Values) -> str:
     """The checkpoint, named as an argument or by `--model`.
 
@@ -66,13 +77,6 @@ def check_applicable(values: Values, precision: str, targets: tuple[str, ...]) -
     Raises:
         UsageError: with the option and the reason.
     """
-    if precision not in QUANTIZED:
-        for option in ("group_size", "quant_algo", "nodes_to_exclude"):
-            if values[option]:
-                spelled = option.replace("_", "-")
-                raise UsageError(f"--{spelled} applies to --int8 and --int4 only, and the precision is {precision}")
-    if values["quant_algo"] not in (None, *AVAILABLE_ALGORITHMS):
-        raise UsageError(f"--quant-algo {values['quant_algo']}: this release has {' and '.join(AVAILABLE_ALGORITHMS)}")
     _check_calibration(values, precision, targets)
     _check_plan_options(values, targets)
     if not values["keep_onnx"]:
@@ -85,13 +89,11 @@ def check_applicable(values: Values, precision: str, targets: tuple[str, ...]) -
 
 
 def _check_calibration(values: Values, precision: str, targets: tuple[str, ...]) -> None:
-    method = values["calib_method"]
-    if method not in (None, *AVAILABLE_METHODS):
-        raise UsageError(f"--calib-method {method}: this release has {' and '.join(AVAILABLE_METHODS)}")
-    scaled = precision == "int8" and not set(PLAN_TARGETS).isdisjoint(targets)
-    if method is not None and not scaled:
+    scaled = precision == "int8" and not set(PLAN_TARGETS).isdisjoint(targets) and not values["weights_only"]
+    if values["calib_method"] is not None and not scaled:
         raise UsageError(
-            "--calib-method chooses static scales of activations, which only --int8 on tensorrt and tensorrt-rtx has"
+            "--calib-method chooses static scales of activations, which only --int8 on tensorrt and tensorrt-rtx has, "
+            "and not with --weights-only"
         )
 
 
@@ -119,8 +121,9 @@ def request_from(values: Values) -> ExportRequest:
     targets = tuple(dict.fromkeys(values["target"]))
     check_applicable(values, precision, targets)
     from adx.ci.pipeline import ExportRequest
+    from adx.ci.quantization_options import check_quantization
 
-    return ExportRequest(
+    request = ExportRequest(
         model=model,
         out=values["output"] or default_output(model, precision),
         precision=precision,
@@ -128,12 +131,19 @@ def request_from(values: Values) -> ExportRequest:
         max_batch_size=values["max_batch_size"],
         max_input_len=values["max_input_len"],
         max_seq_len=values["max_seq_len"],
-        quant_algo=values["quant_algo"],
+        quant_algo=chosen_algorithm(values),
+        smooth_quant_alpha=values["smooth_quant_alpha"],
+        clip=values["clip"],
+        symmetric=values["symmetric"],
         weights_only=values["weights_only"],
         calib_data=values["calib_data"],
         calib_size=values["calib_size"],
         calib_seq_len=values["calib_seq_len"],
         calib_method=values["calib_method"] or "minmax",
+        calib_cache=values["calib_cache"],
+        max_ppl_increase=values["max_ppl_increase"],
+        max_kl=values["max_kl"],
+        uniform=values["uniform"],
         group_size=values["group_size"],
         nodes_to_exclude=values["nodes_to_exclude"],
         plans=plan_request(values),
@@ -151,6 +161,8 @@ def request_from(values: Values) -> ExportRequest:
         allow_parity_failure=values["allow_parity_failure"],
         threads=values["threads"],
     )
+    check_quantization(request)
+    return request
 
 
 def run(values: Values, output: Output) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,15 +27,9 @@ if TYPE_CHECKING:
     from adx.export.spec import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
-QUANTIZED = ("int8", "int4")
 ALGORITHMS = ("rtn", "smoothquant", "awq", "gptq")
-AVAILABLE_ALGORITHMS = ALGORITHMS[:2]
 TASKS = ("text-generation", "text-generation-with-past")
-
-CALIBRATION_METHODS = ("minmax", "percentile", "entropy", "mse")
-AVAILABLE_METHODS = CALIBRATION_METHODS[:2]
-
-_ALGORITHM = "this release has rtn and smoothquant"
+CALIBRATION_METHODS = ("minmax", "moving-average", "percentile", "entropy", "mse")
 
 SPELLING = Spelling(
     aliases={
@@ -59,13 +54,22 @@ SPELLING = Spelling(
     values={
         "--target": TARGET_NAMES,
         "--precision": {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
-        "--calib-method": {"max": "minmax"},
-    },
-    unavailable={
-        **dict.fromkeys(("--awq", "--gptq", "--smooth-quant-alpha"), _ALGORITHM),
-        "--max-ppl-increase": "needs a search that this release does not make; --nodes-to-exclude spares layers",
+        "--calib-method": {"max": "minmax", "moving_average": "moving-average"},
     },
 )
+
+
+def _fraction(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """A percentage with or without its sign as a fraction: `5` and `5%` are 0.05."""
+    if value is None:
+        return None
+    try:
+        found = float(value.strip().removesuffix("%"))
+    except ValueError:
+        found = math.nan
+    if not (found > 0 and math.isfinite(found)):
+        raise click.BadParameter(f"{value!r} is no percentage above 0, as 5 or 0.5%", ctx, param)
+    return found / 100
 
 
 def _regex(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -75,6 +79,18 @@ def _regex(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -
         except re.error as error:
             raise click.BadParameter(f"{pattern!r} is not a regular expression: {error}", ctx, param) from error
     return value
+
+
+def _alpha(ctx: click.Context, param: click.Parameter, value: str | None) -> float | str | None:
+    if value is None or value == "auto":
+        return value
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise click.BadParameter(f"{value!r} is neither a number from 0 to 1 nor auto", ctx, param)
+    return share
 
 
 def _group_size(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
@@ -115,27 +131,52 @@ SECTIONS: Sections = {
         click.Option(
             ["--int8"],
             is_flag=True,
-            help="ort-cpu: 8-bit weights, activations quantized on the fly inside the kernel. tensorrt, "
-            "tensorrt-rtx: 8-bit weights and activations, with scales from calibration.",
+            help="ort-cpu: 8-bit weights, activations quantized on the fly inside the kernel. ort-cuda: 8-bit weights. "
+            "tensorrt, tensorrt-rtx: 8-bit weights and activations, with scales from calibration.",
         ),
         click.Option(
             ["--weights-only"],
             is_flag=True,
             help="With --int8 on tensorrt, tensorrt-rtx: activations stay in float16.",
         ),
-        click.Option(["--int4"], is_flag=True, help="ort-cpu: 4-bit weights in groups, embedding and head in 8 bits."),
+        click.Option(
+            ["--int4"], is_flag=True, help="ort-cpu, ort-cuda: 4-bit weights in groups, embedding and head in 8 bits."
+        ),
         click.Option(
             ["--quant-algo"],
             type=click.Choice(ALGORITHMS),
-            help="How weights are quantized: rtn (rounding) or smoothquant (outliers of activations move into the "
-            "weights first).  [default: smoothquant for int8, rtn for int4]",
+            help="How weights are quantized. rtn: rounding to nearest. smoothquant: outliers of activations move into "
+            "the weights first. awq: channels are scaled so that weights that matter round better. gptq: each column's "
+            "rounding error is made up for by the columns after it. Int8 has rtn and smoothquant, int4 all; awq also "
+            "goes with int8 on ort-cuda and with --weights-only.  [default: smoothquant for int8, gptq for int4]",
+        ),
+        click.Option(["--awq"], is_flag=True, help="As --quant-algo awq."),
+        click.Option(["--gptq"], is_flag=True, help="As --quant-algo gptq."),
+        click.Option(
+            ["--smooth-quant-alpha"],
+            callback=_alpha,
+            metavar="X",
+            help="Share of the outliers that smoothquant moves into the weights, 0 to 1, the same for every layer; "
+            "auto: for each layer the one that leaves the least error in its output. Chooses smoothquant.  "
+            "[default: 0.6]",
+        ),
+        click.Option(
+            ["--clip"],
+            is_flag=True,
+            help="With rtn and smoothquant at int4: cut a range short where that leaves less squared error. awq and "
+            "gptq always do.",
+        ),
+        click.Option(
+            ["--symmetric/--asymmetric"],
+            default=None,
+            help="ort-cpu, ort-cuda: weights without or with zero points.  [default: without at int8, with at int4]",
         ),
         click.Option(
             ["--group-size"],
             type=int,
             callback=_group_size,
             metavar="N",
-            help="Weights that share a scale, a power of two of at least 16; -1: a whole channel.",
+            help="Weights that share a scale, a power of two of at least 16, -1: a whole channel; ort-cuda: 16 to 128.",
         ),
         click.Option(
             ["--nodes-to-exclude"],
@@ -143,6 +184,28 @@ SECTIONS: Sections = {
             callback=_regex,
             metavar="REGEX",
             help="Keep matching layers unquantized; repeatable.",
+        ),
+    ],
+    "Quality": [
+        click.Option(
+            ["--max-ppl-increase"],
+            callback=_fraction,
+            metavar="PCT",
+            help="Largest increase of perplexity over PyTorch float32, in percent, in place of the precision's own "
+            "bound: the fewest layers are kept more precise that meet it.",
+        ),
+        click.Option(
+            ["--max-kl"],
+            type=click.FloatRange(min=0, min_open=True),
+            callback=finite,
+            metavar="X",
+            help="The same for the mean KL divergence from PyTorch float32, in nats.",
+        ),
+        click.Option(
+            ["--uniform"],
+            is_flag=True,
+            help="Every layer at the precision asked for: none is kept more precise to meet the bound (exit code 3 if "
+            "it is missed).",
         ),
     ],
     "Engines": [
@@ -163,19 +226,29 @@ SECTIONS: Sections = {
         click.Option(
             ["--calib-data"],
             type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="Text to calibrate on: .txt, or .jsonl with the key text.  [default: text that the model writes]",
+            metavar="PATH",
+            help="Text to calibrate on: a file (.txt, .md, .json, .jsonl, .parquet; texts or chat messages), a folder "
+            "of these, or a bundle's reports/calibration.json.  [default: text that the model writes]",
         ),
         integer_option(
-            "--calib-size", "Samples at most.  [default: 32 of a file, 8 that the model writes]", maximum=2**16
+            "--calib-size",
+            "Samples at most.  [default: 128 of data; of text that the model writes 64 for gptq, else 16]",
+            maximum=2**16,
         ),
         integer_option(
-            "--calib-seq-len", "Tokens of a sample.  [default: 128 of a file, 64 that the model writes]", maximum=2**20
+            "--calib-seq-len", "Tokens of a sample at most.  [default: 128, or what a sequence holds]", maximum=2**20
         ),
         click.Option(
             ["--calib-method"],
             type=click.Choice(CALIBRATION_METHODS),
             help="How static scales of activations are chosen.  [default: minmax]",
+        ),
+        click.Option(
+            ["--calib-cache"],
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help="Keep what is measured on the samples there, for later exports of the same model and data.  "
+            "[default: OUT.calibration, until the export is done]",
         ),
     ],
     "TensorRT plans": [

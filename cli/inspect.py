@@ -10,6 +10,7 @@ import click
 
 from adx.cli.command import AdxCommand, Values
 from adx.cli.figures import parity_lines, size
+from adx.cli.inspect_layers import ORDERS, layer_lines, layer_rows
 from adx.cli.inspect_plans import plan_facts, plan_lines, plan_records
 from adx.cli.options import bundle_argument
 from adx.cli.output import Output
@@ -27,14 +28,19 @@ def run(values: Values, output: Output) -> int:
     from adx.export.bundle import Bundle
     from adx.export.manifest import to_json
 
-    if values["json"] and (values["layers"] or values["files"]):
-        raise UsageError("--layers and --files choose what people see; --json holds every layer and file anyway")
+    if values["json"] and values["files"]:
+        raise UsageError("--files chooses what people see; --json holds every file anyway")
+    if values["sort"] is not None and not values["layers"]:
+        raise UsageError("--sort orders the layers that --layers shows: give both")
     bundle = Bundle.open(values["bundle"])
     manifest = bundle.manifest
     plans = plan_records(bundle)
     facts = {"bundle": str(bundle.path), "bytes": bundle.total_bytes(), **json.loads(to_json(manifest))}
     if plans:
         facts["plans"] = plan_facts(plans)
+    layers = layer_rows(bundle, values["sort"] or "order") if values["layers"] else []
+    if values["layers"]:
+        facts["layers"] = layers
     lines = [
         *model_lines(bundle),
         *precision_lines(manifest),
@@ -42,7 +48,7 @@ def run(values: Values, output: Output) -> int:
         *plan_lines(plans),
         *parity_lines(manifest.parity),
         *provenance_lines(manifest),
-        *([layer_table(manifest)] if values["layers"] else []),
+        *(layer_lines(layers) if values["layers"] else []),
         *([file_table(manifest)] if values["files"] else []),
     ]
     output.result(facts, lines)
@@ -113,16 +119,6 @@ def provenance_lines(manifest: Manifest) -> list[str]:
     ]
 
 
-def layer_table(manifest: Manifest) -> RenderableType:
-    """Precision of every layer."""
-    from rich.table import Table
-
-    table = Table("layer", "precision", "why")
-    for layer in manifest.quantization.layers:
-        table.add_row(layer.name, _precision(layer.bits, layer.scheme, layer.block_size), layer.reason or "")
-    return table
-
-
 def file_table(manifest: Manifest) -> RenderableType:
     """Every file with its size and hash."""
     from rich.table import Table
@@ -145,7 +141,14 @@ command = AdxCommand(
     arguments=[bundle_argument()],
     sections={
         "Shown": [
-            click.Option(["--layers"], is_flag=True, help="Also the precision of every layer."),
+            click.Option(
+                ["--layers"], is_flag=True, help="Also every layer: shape, precision, error, sensitivity and why."
+            ),
+            click.Option(
+                ["--sort"],
+                type=click.Choice(ORDERS),
+                help="Order of the layers: the model's (default), or the largest error or sensitivity first.",
+            ),
             click.Option(["--files"], is_flag=True, help="Also every file's size and sha256."),
         ],
     },

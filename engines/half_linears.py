@@ -1,9 +1,10 @@
-"""Pass for TensorRT: linear layers and embeddings in float16, or in 8 bits behind `DequantizeLinear`.
+"""Pass for the float16 graphs: linear layers and embeddings in float16, or in integers.
 
 What goes into a layer and what comes out of it is float16; what lies between layers (residual sums, norms,
 activations) stays float32. A layer whose input or output came near float16's end on the calibration samples computes
-on values scaled down by a power of two, which costs no precision. Layers in 8 bits have one scale per output channel;
-where the recipe gives an input scale, `QuantizeLinear` and `DequantizeLinear` stand before the product as well.
+on values scaled down by a power of two, which costs no precision. Layers with one scale per output channel are 8 bits
+behind `DequantizeLinear`, as TensorRT takes them; where the recipe gives an input scale, `QuantizeLinear` and
+`DequantizeLinear` stand before the product as well. Layers in blocks are ONNX Runtime's `MatMulNBits`.
 
 Requires collected linear layers. Ensures that no `Linear` is left and that weights lie in the weights file.
 """
@@ -19,8 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adx.calibration.channels import ChannelScheme, quantize_channels
+from adx.calibration.quantizers import WeightQuantizer
 from adx.calibration.ranges import LayerRange
 from adx.calibration.recipe import QuantRecipe
+from adx.calibration.weights import BlockScheme, quantize
+from adx.engines.half_blocks import block_product, can_gather, gathered_rows
 from adx.engines.made_nodes import MadeNodes
 from adx.engines.ort_linears import is_token_table
 from adx.export.errors import LoweringError
@@ -46,6 +50,7 @@ class HalfLinears:
         model: the graph.
         layers: its linear layers by name.
         recipe: how each is stored.
+        quantizer: what makes integers of the weight of a layer in blocks.
         ranges: largest magnitudes at each layer, before smoothing.
         weights: the file that takes the tensors as they are made.
         progress: called with the name of each layer.
@@ -54,6 +59,7 @@ class HalfLinears:
     model: ir.Model
     layers: dict[str, LinearLayer]
     recipe: QuantRecipe
+    quantizer: WeightQuantizer
     ranges: Mapping[str, LayerRange]
     weights: WeightsFile
     progress: Callable[[str], None]
@@ -79,7 +85,7 @@ class HalfLinears:
         x = made.cast(x, "FLOAT16")
         if isinstance(scheme, ChannelScheme) and scheme.input_scale is not None:
             x = self._through_int8(made, x, layer.name, scheme.input_scale * 2.0**-shrink_input)
-        y = made.add("MatMul", [x, self._weight(made, layer, 2.0**-shrink_weight)])
+        y = self._product(made, x, layer, 2.0**-shrink_weight)
         made.nodes[-1].name = layer.name
         shrunk = shrink_input + shrink_weight
         bias = layer.bias()
@@ -110,6 +116,15 @@ class HalfLinears:
         zero = initializer(self.model.graph, "int8.zero", np.array(0, np.int8))
         return made.add("DequantizeLinear", [made.add("QuantizeLinear", [x, step, zero]), step, zero])
 
+    def _product(self, made: MadeNodes, x: ir.Value, layer: LinearLayer, factor: float) -> ir.Value:
+        scheme = self.recipe.layers[layer.name].scheme
+        if not isinstance(scheme, BlockScheme):
+            return made.add("MatMul", [x, self._weight(made, layer, factor)])
+        _check_range(layer.name, layer.weight() * factor)
+        shared = layer.tied_to is not None and self._shares_table(layer)
+        name = str(layer.tied_to) if shared else layer.name
+        return block_product(made, self._store, name, x, self.quantizer(layer, scheme), factor)
+
     def _weight(self, made: MadeNodes, layer: LinearLayer, factor: float) -> ir.Value:
         """(in, out) float16: the stored weight times `factor`, dequantized and turned where it is stored otherwise."""
         weight, scheme, name = layer.weight(), self.recipe.layers[layer.name].scheme, layer.name
@@ -137,21 +152,32 @@ class HalfLinears:
 
     def _lower_embedding(self, gather: ir.Node) -> None:
         table, indices = gather.inputs
-        if table is None or table.const_value is None or len(dims(table)) != 2:
+        if table is None or indices is None or table.const_value is None or len(dims(table)) != 2:
             return
         tied = next((layer for layer in self.layers.values() if layer.tied_to == table.name), None)
+        if tied is not None and not self._shares_table(tied):
+            tied = None
         made = MadeNodes(self.model)
-        if tied is None or not self._shares_table(tied):
-            array: Floats = np.asarray(table.const_value.numpy(), np.float32)
-            values = self._table(made, str(table.name), array, self.recipe.embedding)
-        else:
-            values = self._table(made, str(table.name), tied.weight(), self.recipe.layers[tied.name].scheme)
-        rows = made.cast(made.add("Gather", [values, indices], axis=0), "FLOAT")
-        if tied is not None and self._shares_table(tied) and tied.input_scale is not None:
+        rows = made.cast(self._rows(made, table, indices, tied), "FLOAT")
+        if tied is not None and tied.input_scale is not None:
             # The head reads columns that smoothing has scaled.
             back = self._store(f"{table.name}.unscale", (1 / tied.input_scale).astype(np.float32))
             rows = made.add("Mul", [rows, back])
         made.replace(gather, [rows])
+
+    def _rows(self, made: MadeNodes, table: ir.Value, indices: ir.Value, tied: LinearLayer | None) -> ir.Value:
+        """Rows of an embedding in float16, as the head has them that is tied to it."""
+        assert table.const_value is not None
+        name = str(table.name)
+        array: Floats = tied.weight() if tied else np.asarray(table.const_value.numpy(), np.float32)
+        scheme = self.recipe.layers[tied.name].scheme if tied else self.recipe.embedding
+        if not isinstance(scheme, BlockScheme):
+            return made.add("Gather", [self._table(made, name, array, scheme), indices], axis=0)
+        if not can_gather(scheme, array.shape[1]):
+            return made.add("Gather", [self._table(made, name, array, None), indices], axis=0)
+        _check_range(name, array)
+        quantized = self.quantizer(tied, scheme) if tied else quantize(array, scheme)
+        return gathered_rows(made, self._store, name, quantized, indices)
 
     def _half(self, name: str, array: Floats) -> NDArray[np.float16]:
         """As float16, never infinite."""

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from adx.calibration.ranges import Ranges
+from adx.calibration.quantizers import WeightQuantizer, round_to_nearest
 from adx.calibration.recipe import QuantRecipe
-from adx.calibration.smoothing import by_activations, smooth
+from adx.calibration.smoothing import Choose, smooth
 from adx.engines.compiled import CompiledEngine
 from adx.engines.ort_attention import MICROSOFT, AttentionLowering
 from adx.engines.ort_fusions import fuse_gates, fuse_norms, fuse_silu, select_logits_rows
 from adx.engines.ort_linears import LinearLowering
 from adx.export.errors import LoweringError, UnsupportedCheckpointError
-from adx.export.linears import LinearLayer, collect_linears
+from adx.export.linears import LinearLayer, collect_linears, groups_by_input
 from adx.export.portable import graph_spec
 from adx.export.rewrite import prune, seal
 from adx.export.rotary import fold_rotary
@@ -44,7 +44,8 @@ def compile(
     recipe: Callable[[dict[str, LinearLayer]], QuantRecipe],
     folder: Path,
     *,
-    ranges: Ranges | None = None,
+    choose: Choose | None = None,
+    quantizer: WeightQuantizer = round_to_nearest,
     progress: Callable[[str], None] = lambda name: None,
 ) -> CompiledEngine:
     """Lower a semantic graph for ONNX Runtime on CPU and write it.
@@ -52,7 +53,8 @@ def compile(
     Args:
         semantic: the traced model; it is not changed.
         recipe: from the linear layers to how each is stored.
-        ranges: largest magnitude of each layer's inputs, to smooth the layers with before they are quantized, or None.
+        choose: how layers are smoothed before they are quantized; None: they are not.
+        quantizer: what makes integers of a layer's weight.
         folder: the bundle's folder; `engines/ort-cpu/` in it must not exist.
         progress: called with the name of each linear layer as it is stored.
 
@@ -64,8 +66,8 @@ def compile(
     model = semantic.model.clone()
     fold_rotary(model)
     layers = collect_linears(model)
-    if ranges is not None:
-        smooth(model, layers, by_activations(ranges))
+    if choose is not None:
+        smooth(model, layers, choose)
     AttentionLowering(model, layers, semantic.rotary, semantic.kv_cache.recompute_at).run()
     fuse_gates(model)
     fuse_silu(model)
@@ -76,7 +78,7 @@ def compile(
     path = folder / GRAPH_FILE
     path.parent.mkdir(parents=True)
     with WeightsFile(folder / WEIGHTS_FILE) as weights:
-        LinearLowering(model, layers, recipe(layers), weights, progress).run()
+        LinearLowering(model, layers, recipe(layers), quantizer, weights, progress).run()
         prune(model)
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
@@ -87,6 +89,18 @@ def compile(
     files = (GRAPH_FILE, WEIGHTS_FILE)
     graphs = tuple(graph_spec(model, phase, GRAPH_FILE) for phase in ("prefill", "decode"))
     return CompiledEngine(TARGET, files, graphs, {name: layer.shape for name, layer in layers.items()})
+
+
+def plan_layers(
+    semantic: SemanticGraph, choose: Choose | None = None
+) -> tuple[dict[str, LinearLayer], list[tuple[str, ...]]]:
+    """Linear layers as `compile` quantizes them, in the checkpoint's order of rows, and which read the same input."""
+    model = semantic.model.clone()
+    fold_rotary(model)
+    layers = collect_linears(model)
+    if choose is not None:
+        smooth(model, layers, choose)
+    return layers, groups_by_input(model)
 
 
 def check_supported(kv_cache: KVCacheSpec) -> None:

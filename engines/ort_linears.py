@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from adx.calibration.quantizers import WeightQuantizer
 from adx.calibration.recipe import QuantRecipe
 from adx.calibration.weights import BlockScheme, QuantizedWeight, concatenate, quantize
 from adx.engines.ort_attention import MICROSOFT
@@ -31,6 +32,7 @@ class LinearLowering:
         model: the graph.
         layers: its linear layers by name.
         recipe: how each is stored.
+        quantizer: what makes integers of a layer's weight.
         weights: the file that takes the tensors as they are made.
         progress: called with the name of each layer.
     """
@@ -38,6 +40,7 @@ class LinearLowering:
     model: ir.Model
     layers: dict[str, LinearLayer]
     recipe: QuantRecipe
+    quantizer: WeightQuantizer
     weights: WeightsFile
     progress: Callable[[str], None]
 
@@ -96,7 +99,7 @@ class LinearLowering:
         quantized = concatenate([self._quantized(layer) for layer in layers])
         name, scheme = layers[0].name, quantized.scheme
         data = self._store(f"{name}.quantized", quantized.data)
-        scales = self._store(f"{name}.scales", quantized.scales)
+        scales = self._scales(name, quantized)
         zeros = None if quantized.zero_points is None else self._store(f"{name}.zero_points", quantized.zero_points)
         attributes = {
             "K": quantized.shape[1],
@@ -113,7 +116,7 @@ class LinearLowering:
     def _quantized(self, layer: LinearLayer) -> QuantizedWeight:
         scheme = self.recipe.layers[layer.name].scheme
         assert isinstance(scheme, BlockScheme), "ONNX Runtime's kernels take blocks"
-        return quantize(layer.weight(), scheme)
+        return self.quantizer(layer, scheme)
 
     def _float(self, x: ir.Value | None, layers: list[LinearLayer], bias: ir.Value | None) -> list[ir.Node]:
         (first, *others) = layers
@@ -142,18 +145,40 @@ class LinearLowering:
         rows, columns = (int(d) for d in dims(table) if isinstance(d, int))
         if columns % scheme.block_size or not is_token_table(self.model, indices):
             return
-        quantized = quantize(np.asarray(table.const_value.numpy(), np.float32), scheme)
         name = str(table.name)
+        if tied is None:
+            quantized = quantize(np.asarray(table.const_value.numpy(), np.float32), scheme)
+        else:
+            quantized = self.quantizer(tied, scheme)
         inputs = [
             self._store(f"{name}.quantized", quantized.data.reshape(rows, columns)),
             indices,
-            self._store(f"{name}.scales", quantized.scales),
+            self._scales(name, quantized),
         ]
+        if quantized.zero_points is not None:
+            inputs.append(self._store(f"{name}.zero_points", quantized.zero_points))
         attributes = {"bits": 8, "block_size": scheme.block_size, "gather_axis": 0, "quantize_axis": 1}
         lowered = node("GatherBlockQuantized", inputs, attributes, domain=MICROSOFT, like=gather.outputs[0])
         graph.insert_before(gather, lowered)
         replace(gather.outputs[0], lowered.outputs[0])
         graph.remove(gather, safe=True)
+
+    def _scales(self, name: str, quantized: QuantizedWeight) -> ir.Value:
+        """Scales as the kernels take them, float32; in float16 in the file where that loses nothing.
+
+        ONNX Runtime folds the cast when it loads the graph. With every optimization off it does not, and its
+        `MatMulNBits` gives zeros for scales that are computed: adx opens its engines with optimizations on.
+        """
+        half = quantized.half_scales
+        if half is None:
+            return self._store(f"{name}.scales", quantized.scales)
+        stored = self._store(f"{name}.scales", half)
+        made = next((use.node.outputs[0] for use in stored.uses() if use.node.op_type == "Cast"), None)
+        if made is not None:
+            return made
+        cast = node("Cast", [stored], {"to": 1}, name=f"{name}.scales.float32")
+        self.model.graph.insert_before(self.model.graph[0], cast)
+        return cast.outputs[0]
 
     def _store(self, name: str, array: NDArray[np.generic]) -> ir.Value:
         import onnx_ir as ir

@@ -1,7 +1,7 @@
 """The graphs that TensorRT compiles and ONNX Runtime runs: prefill and decode over a preallocated KV cache.
 
-Standard operators of opset 24 only, float16 products and attention. Both graphs share one weights file. The cache's
-length is a named dimension here; TensorRT's builder fixes it.
+Float16 products and attention, standard operators of opset 24 but for weights in blocks, which are ONNX Runtime's own.
+Both graphs share one weights file. The cache's length is a named dimension here; TensorRT's builder fixes it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from adx.calibration.quantizers import WeightQuantizer, round_to_nearest
 from adx.calibration.ranges import LayerRange
 from adx.calibration.recipe import QuantRecipe
 from adx.calibration.smoothing import Choose, smooth
 from adx.engines.cast_motion import move_casts
 from adx.engines.compiled import CompiledEngine
 from adx.engines.half_linears import HalfLinears
+from adx.engines.ort_attention import MICROSOFT
 from adx.engines.static_cache import StaticCacheLowering
 from adx.engines.tensorrt_failures import HEAD_SIZES, MIN_HEADS
 from adx.export.errors import LoweringError, UnsupportedCheckpointError
-from adx.export.linears import Floats, LinearLayer, collect_linears
+from adx.export.linears import LinearLayer, collect_linears, groups_by_input
 from adx.export.portable import graph_spec
 from adx.export.rewrite import prune, seal
 from adx.export.rotary import fold_rotary
@@ -63,10 +65,15 @@ def check_supported(spec: ModelSpec, *, plans: bool) -> None:
         )
 
 
-def input_divisors(semantic: SemanticGraph, choose: Choose) -> dict[str, Floats]:
-    """What smoothing will divide each layer's input by, (in,) float32; layers that it cannot reach are absent."""
-    _, layers = _smoothed(semantic, choose)
-    return {name: layer.input_scale for name, layer in layers.items() if layer.input_scale is not None}
+def plan_layers(
+    semantic: SemanticGraph, choose: Choose | None = None
+) -> tuple[dict[str, LinearLayer], list[tuple[str, ...]]]:
+    """Linear layers as `write_graphs` quantizes them, and which read the same input.
+
+    A layer's `input_scale`, (in,) float32, is what smoothing divides its input by; None where it cannot reach it.
+    """
+    model, layers = _smoothed(semantic, choose)
+    return layers, groups_by_input(model)
 
 
 def write_graphs(
@@ -76,6 +83,7 @@ def write_graphs(
     *,
     ranges: Mapping[str, LayerRange],
     choose: Choose | None = None,
+    quantizer: WeightQuantizer = round_to_nearest,
     progress: Callable[[str], None] = lambda name: None,
 ) -> CompiledEngine:
     """Lower a semantic graph and write both phases.
@@ -86,6 +94,7 @@ def write_graphs(
         folder: the bundle's folder; `engines/onnx/` in it must not exist.
         ranges: largest magnitudes at each layer on the calibration samples.
         choose: divisors to smooth the layers with first, or None.
+        quantizer: what makes integers of the weight of a layer in blocks.
         progress: called with the name of each linear layer as it is stored, once a phase.
 
     Raises:
@@ -99,7 +108,7 @@ def write_graphs(
     with WeightsFile(out / WEIGHTS) as weights:
         for phase in PHASES:
             model, layers = _smoothed(semantic, choose)
-            HalfLinears(model, layers, recipe(layers), ranges, weights, progress).run()
+            HalfLinears(model, layers, recipe(layers), quantizer, ranges, weights, progress).run()
             StaticCacheLowering(model, semantic.rotary, semantic.kv_cache, phase).run()
             move_casts(model)
             _finish(model, weights)
@@ -140,4 +149,5 @@ def _finish(model: ir.Model, weights: WeightsFile) -> None:
             raise LoweringError(f"the constant {name} is infinite in float16")
         if tensor.nbytes > SMALL_TENSOR:
             value.const_value = weights.add(name, array)
-    seal(model, IR_VERSION, {"": OPSET})
+    own = any(n.domain == MICROSOFT for n in graph)
+    seal(model, IR_VERSION, {"": OPSET, MICROSOFT: 1} if own else {"": OPSET})

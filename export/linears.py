@@ -107,6 +107,15 @@ def collect_linears(model: ir.Model) -> dict[str, LinearLayer]:
     return layers
 
 
+def groups_by_input(model: ir.Model) -> list[tuple[str, ...]]:
+    """Names of the layers that read the same value, in the graph's order; the layers have been collected."""
+    groups: dict[ir.Value, list[str]] = {}
+    for node in model.graph:
+        if node.domain == DOMAIN and node.op_type == "Linear" and node.inputs[0] is not None:
+            groups.setdefault(node.inputs[0], []).extend(names_of(node))
+    return [tuple(names) for names in groups.values()]
+
+
 def _role(linear: ir.Node) -> Role:
     """Where a linear layer stands, by what makes its input."""
     return "other" if producer(linear.inputs[0], "LogitsRows", DOMAIN) is None else "head"

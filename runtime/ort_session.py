@@ -98,8 +98,13 @@ class OrtSession:
 
     def prefill(self, tokens: Tokens, lengths: Tokens, cache: KVCache, wanted: Wanted = "last") -> Logits:
         """See `Session.prefill`."""
-        batch, length = tokens.shape
         check_prefill(tokens, lengths, cache)
+        longest = int(lengths.max())
+        if longest < tokens.shape[1]:  # the attention kernel takes no padding behind the longest row
+            logits = self.prefill(tokens[:, :longest], lengths, cache, wanted)
+            behind = ((0, 0), (0, tokens.shape[1] - longest), (0, 0))
+            return logits if wanted == "last" else np.pad(logits, behind)
+        batch, length = tokens.shape
         if self.recompute_at is None and length > PREFILL_CHUNK:
             return self._prefill_in_chunks(tokens, lengths, cache, wanted)
         step = _Step.bind(self, cache, tokens.shape, batch if wanted == "last" else batch * length)

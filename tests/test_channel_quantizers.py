@@ -190,7 +190,7 @@ def test_ranges_are_those_of_the_captured_activations(model: Any) -> None:
     assert set(ranges) == set(activations)
     assert len(ranges) >= 9
     for name, (x, y) in activations.items():
-        np.testing.assert_array_equal(ranges[name].inputs, np.abs(x).max(0))
+        np.testing.assert_allclose(ranges[name].inputs, np.abs(x).max(0), rtol=1e-5)
         np.testing.assert_allclose(ranges[name].power, np.square(x, dtype=np.float64).mean(0), rtol=1e-5)
         assert ranges[name].output == pytest.approx(np.abs(y).max(), rel=1e-6)
 
@@ -204,7 +204,8 @@ def noise_by_hand(x: NDArray[np.float64], scale: float) -> float:
 @pytest.mark.parametrize("method", ["minmax", "percentile"])
 @pytest.mark.parametrize("divided", [False, True], ids=["", "divided"])
 def test_input_scales_and_noise_are_those_of_numpy(model: Any, method: Any, divided: bool) -> None:
-    """`minmax` exactly; `percentile` to one of 2048 bins, so that all but a ten-thousandth of the values are within."""
+    """`minmax` exactly; `percentile` to one of 2048 bins of at most twice the range, so that all but a ten-thousandth
+    of the values are within."""
     ids = rows(8, 24)
     ranges = layer_ranges(model, ids)
     divisors = some_divisors(ranges) if divided else {}
@@ -218,7 +219,7 @@ def test_input_scales_and_noise_are_those_of_numpy(model: Any, method: Any, divi
         else:
             reach = found[name].scale * 127
             wanted = np.quantile(np.abs(values), PERCENTILE, method="inverted_cdf")
-            assert wanted - 1e-4 * top <= reach <= wanted + top / 2048 + 1e-4 * top
+            assert wanted - 1e-4 * top <= reach <= wanted + top / 1024 + 1e-4 * top
             clipped += reach < top * 0.999
         assert found[name].noise == pytest.approx(noise_by_hand(values, found[name].scale), rel=2e-3)
     assert clipped > 0 or method == "minmax"
@@ -312,7 +313,7 @@ def test_a_layer_that_sees_only_zeros_has_a_scale(model: Any) -> None:
 
 def test_each_row_is_also_read_from_its_middle() -> None:
     """Texts need not begin as the samples do."""
-    samples = CalibrationSamples("test", None, np.arange(20).reshape(2, 10))
+    samples = CalibrationSamples("test", None, tuple(np.arange(20).reshape(2, 10)))
     windows = [window.tolist() for window in samples.windows()]
     assert windows == [list(range(10)), list(range(5, 10)), list(range(10, 20)), list(range(15, 20))]
 

@@ -105,7 +105,7 @@ def test_an_unknown_option_unlike_any_names_none(capsys: pytest.CaptureFixture[s
     assert "no such option: --zzzzqq (see adx export --help)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["export", "generate"])
+@pytest.mark.parametrize("name", ["generate"])
 def test_options_without_effect_say_why(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every option that users know and that cannot be used is refused in one line, in all its spellings."""
     command = loaded(name)

@@ -137,12 +137,6 @@ def test_options_of_portable_graphs_need_them(args: list[str], capsys: pytest.Ca
     assert "add --keep-onnx" in refused("m", *args, capsys=capsys)
 
 
-@pytest.mark.parametrize("algorithm", ["awq", "gptq"])
-def test_algorithms_that_are_not_there_are_refused(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused("m", "--int4", "--quant-algo", algorithm, capsys=capsys)
-    assert f"--quant-algo {algorithm}: this release has rtn and smoothquant" in error
-
-
 @pytest.mark.parametrize(
     ("name", "target"),
     [("cuda", "ort-cuda"), ("TensorrtExecutionProvider", "tensorrt"), ("NvTensorRtRtx", "tensorrt-rtx")],
@@ -176,13 +170,10 @@ def test_calibration_has_the_names_of_other_tools(args: str, export: Export) -> 
     assert (request.calib_data, request.calib_size, request.calib_method) == (Path("t.txt"), 4, "minmax")
 
 
-@pytest.mark.parametrize("method", ["entropy", "mse"])
-def test_calibration_methods_that_are_not_there_are_refused(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused("m", "--int8", "--target", "tensorrt", "--calib-method", method, capsys=capsys)
-    assert f"--calib-method {method}: this release has minmax and percentile" in error
-
-
-@pytest.mark.parametrize("args", ["--int8", "--fp16 --target tensorrt", "--fp16 --target ort-cuda"])
+@pytest.mark.parametrize(
+    "args",
+    ["--int8", "--fp16 --target tensorrt", "--fp16 --target ort-cuda", "--int8 --target tensorrt --weights-only"],
+)
 def test_a_calibration_method_needs_static_scales(args: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Given on purpose, the default is refused too where it chooses nothing."""
     error = refused("m", *args.split(), "--calib-method", "minmax", capsys=capsys)

@@ -287,7 +287,7 @@ def test_inspect_json_is_the_manifest(bundle: Path, capsys: pytest.CaptureFixtur
 
 
 def test_inspect_json_takes_no_options_of_display(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(bundle), "--json", "--layers"]) == 2
+    assert main(["inspect", str(bundle), "--json", "--files"]) == 2
 
 
 def test_inspect_of_something_else_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

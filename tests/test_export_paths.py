@@ -10,17 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import models
 import numpy as np
 import pytest
-from traced import engine, traced
+from traced import engine, trace_once, traced
 
 from adx.ci.pipeline import ExportRequest, ExportResult, export_bundle, plan_export
 from adx.engines.ort_cpu import GRAPH_FILE, WEIGHTS_FILE
+from adx.export import trace as tracing
 from adx.export.bundle import Bundle
 from adx.export.errors import (
     BackendError,
@@ -39,6 +40,13 @@ NEVER = 1e-12  # an absolute bound that no engine keeps
 Export = Callable[..., ExportResult]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "trace", trace_once)
+        yield
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of one layer with a tokenizer, a chat template and settings of its own."""
@@ -48,6 +56,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(checkpoint: Path, out: Path, precision: Any = "fp32", **options: Any) -> ExportResult:
+    if precision in ("int8", "int4"):
+        options = {"calib_size": 4, "calib_seq_len": 32, **options}
     return export_bundle(ExportRequest(str(checkpoint), out, precision, threads=1, **options))
 
 
@@ -177,7 +187,8 @@ def test_force_replaces_everything(checkpoint: Path, bundles: dict[str, ExportRe
     fresh = Path(bundles["int8"].bundle)
     assert contents(out).keys() == contents(fresh).keys()
     changed = {name for name, digest in contents(out).items() if contents(fresh)[name] != digest}
-    assert changed <= {"adx.json", "reports/parity.json"}, "times of their own, all else equal"
+    timed = {"adx.json", *(f"reports/{name}" for name in ("parity.json", "quantization.json", "quantization.html"))}
+    assert changed <= timed, "times of their own, all else equal"
     assert abs(result.bytes - bundles["int8"].bytes) <= 200
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -298,7 +309,7 @@ def test_excluded_layers_stay_float_with_their_reason(checkpoint: Path, tmp_path
         ("int8", {"nodes_to_exclude": ("no_such_layer",)}, "no_such_layer.*matches no layer"),
         ("int8", {"nodes_to_exclude": ("(",)}, "not a regular expression"),
         ("int4", {"nodes_to_exclude": (".",)}, "no layer would be quantized"),
-        ("fp32", {"group_size": 32}, "no effect at fp32"),
+        ("fp32", {"group_size": 32}, "--group-size applies to --int8 and --int4 only"),
         ("int8", {"max_seq_len": 129}, "129.*128"),
         ("int8", {"max_input_len": 129}, "129.*128"),
         ("int8", {"max_batch_size": 0}, "at least 1"),

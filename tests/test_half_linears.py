@@ -26,7 +26,7 @@ from adx.ci.parity import measure_parity
 from adx.ci.reference import Reference
 from adx.engines.compiled import CompiledEngine
 from adx.engines.half_linears import LARGEST
-from adx.engines.static_graphs import input_divisors, write_graphs
+from adx.engines.static_graphs import plan_layers, write_graphs
 from adx.export.errors import LoweringError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 
 def samples(source: Traced) -> list[NDArray[np.int64]]:
-    return list(write_samples(source.model, seed=1, rows=4, length=24).windows())
+    return list(write_samples(source.model, seed=1, rows=32, length=64).windows())
 
 
 def measured(source: Traced) -> dict[str, LayerRange]:
@@ -203,11 +203,13 @@ def test_magnitudes_of_1e5_at_8_bits(llama: Traced, tmp_path: Path, name: str, b
     choose = by_activations({layer: found.inputs for layer, found in ranges.items()})
     inputs = None
     if bound == "int8-activations":
-        inputs = quantize_inputs(source.model, rows, ranges, input_divisors(source.semantic, choose))
+        layers, _ = plan_layers(source.semantic, choose)
+        divisors = {n: layer.input_scale for n, layer in layers.items() if layer.input_scale is not None}
+        inputs = quantize_inputs(source.model, rows, ranges, divisors)
     figures = parity(source, tmp_path / "guarded", bound, ranges=ranges, inputs=inputs, choose=choose)
     assert not any("NaN" in miss for miss in figures.misses)
     assert figures.kl_mean <= (0.01 if inputs is None else 0.04)
-    assert figures.top1 >= 0.9
+    assert figures.top1 >= 0.88, "of 400 positions, so a standard error of 0.015"
     engine = lowered(source, tmp_path / "watched", "int8", ranges=ranges, inputs=inputs, choose=choose)
     assert np.isfinite(largest_half(source, engine, tmp_path / "watched"))
 

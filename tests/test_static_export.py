@@ -13,6 +13,7 @@ from typing import Any
 import models
 import numpy as np
 import pytest
+from traced import trace_once
 
 from adx.ci.pipeline import ExportRequest, ExportResult, export_bundle, plan_export
 from adx.cli.main import main
@@ -21,8 +22,6 @@ from adx.engines.tensorrt import PlanRequest
 from adx.export import trace as tracing
 from adx.export.bundle import Bundle
 from adx.export.errors import AdxError, BackendError, LoweringError, UnsupportedCheckpointError, UsageError
-from adx.export.spec import KVCacheSpec
-from adx.export.trace import SemanticGraph
 from adx.runtime import load
 
 RTX = "tensorrt-rtx"
@@ -34,36 +33,7 @@ Export = Callable[..., ExportResult]
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is traced the first time only: its graph is read by every export and changed by none."""
-    monkeypatch.setattr(tracing, "trace", _trace)
-
-
-def _trace(model: Any, kv_cache: KVCacheSpec) -> SemanticGraph:
-    weights = hashlib.sha256()
-    for _, parameter in sorted(model.state_dict().items()):
-        weights.update(parameter.numpy().tobytes())
-    return _traced(_Model(model, weights.hexdigest()), kv_cache)
-
-
-class _Model:
-    """A model that is equal to another with the same weights."""
-
-    def __init__(self, model: Any, digest: str) -> None:
-        self.model, self.digest = model, digest
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Model) and other.digest == self.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-
-_real_trace = tracing.trace
-
-
-@functools.cache
-def _traced(model: _Model, kv_cache: KVCacheSpec) -> SemanticGraph:
-    return _real_trace(model.model, kv_cache)
+    monkeypatch.setattr(tracing, "trace", trace_once)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +83,7 @@ def bundles(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "int8": {"weights_only": True},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracing, "trace", _trace)
+        patch.setattr(tracing, "trace", trace_once)
 
         @functools.cache
         def made(recipe: str) -> Bundle:
@@ -165,9 +135,10 @@ def test_a_bundle_of_each_recipe(bundles: Callable[[str], Bundle], recipe: str) 
     assert not (bundle.path / "onnx").exists()
     samples = calibration(bundle.path)
     assert samples["sha256"] == manifest.quantization.calibration_sha256
-    tokens = np.array(samples["tokens"], "<i8")
-    assert hashlib.sha256(tokens.tobytes()).hexdigest() == samples["sha256"]
-    assert tokens.shape == (8, 65)
+    tokens = np.array(samples["rows"], "<i8")
+    assert tokens.shape == (16, 128)
+    framed = np.concatenate([np.full((16, 1), 128, "<i8"), tokens], 1)
+    assert hashlib.sha256(framed.tobytes()).hexdigest() == samples["sha256"], "each row's length, and its ids"
     assert (samples["source"], samples["seed"]) == ("written by the model itself", 0)
 
 
@@ -218,7 +189,7 @@ def test_the_method_and_the_amount_of_calibration_count(
     assert all(clipped[name] <= smaller[name] * 1.001 for name in shared)
     assert any(clipped[name] < smaller[name] * 0.99 for name in shared)
     export(checkpoint, tmp_path / "short", calib_size=2, calib_seq_len=10)
-    assert np.array(calibration(tmp_path / "short")["tokens"]).shape == (2, 11)
+    assert np.array(calibration(tmp_path / "short")["rows"]).shape == (2, 10)
     assert scales_of(tmp_path / "short") != smaller
 
 
@@ -244,7 +215,7 @@ def test_layers_can_be_excluded(checkpoint: Path, tmp_path: Path) -> None:
         export(checkpoint, tmp_path / "none", nodes_to_exclude=("nothing_like_it",))
     with pytest.raises(UsageError, match="no layer would be quantized"):
         export(checkpoint, tmp_path / "all", nodes_to_exclude=(".",))
-    with pytest.raises(UsageError, match="no effect at fp16"):
+    with pytest.raises(UsageError, match="--nodes-to-exclude applies to --int8 and --int4 only"):
         export(checkpoint, tmp_path / "float", "fp16", nodes_to_exclude=("down_proj",))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
@@ -253,7 +224,7 @@ def test_smoothing_saves_a_model_with_an_outlier(
     outlier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rounding alone misses its bound: nothing is written, and the exit code is 3; SmoothQuant passes."""
-    args = ["export", str(outlier), "--int8", "--target", RTX, "--no-build", "--threads", "1", "--json"]
+    args = ["export", str(outlier), "--int8", "--target", RTX, "--no-build", "--threads", "1", "--json", "--uniform"]
     assert main([*args, "--quant-algo", "rtn", "-o", str(tmp_path / "rtn")]) == 3
     said = json.loads(capsys.readouterr().out)
     assert said["passed"] is False
@@ -294,80 +265,110 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def test_text_and_lines_of_json_are_cut_into_windows(checkpoint: Path, tmp_path: Path) -> None:
-    """From the text's start, each window begun by the beginning-of-text token; the byte tokenizer's ids are bytes."""
+    """Each document from its start, begun by the beginning-of-text token; the byte tokenizer's ids are bytes."""
     text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    for data, joined in (
-        (text, TEXT),
-        (write_jsonl(tmp_path / "lines.jsonl", [TEXT[:400], TEXT[400:]]), f"{TEXT[:400]}\n\n{TEXT[400:]}"),
+    text.write_text(TEXT[:150], encoding="utf-8")
+    for data, parts in (
+        (text, [TEXT[:150]]),
+        (write_jsonl(tmp_path / "lines.jsonl", [TEXT[:70], TEXT[400:460]]), [TEXT[:70], TEXT[400:460]]),
     ):
         out = tmp_path / f"out{data.suffix}"
-        export(checkpoint, out, calib_data=data, calib_size=5, calib_seq_len=33)
+        export(checkpoint, out, calib_data=data, calib_size=9, calib_seq_len=32)
         found = calibration(out)
-        assert (found["source"], found["seed"]) == (data.name, None)
-        ids = [3 + byte for byte in joined.encode()]
-        assert found["tokens"] == [[models.BOS, *ids[row * 32 : row * 32 + 32]] for row in range(5)]
+        assert (found["source"], found["seed"], found["asked"], found["length"]) == (data.name, 0, 9, 32)
+        documents = [[models.BOS, *models.byte_ids(part)] for part in parts]
+        rows = [ids[at : at + 32] for ids in documents for at in range(0, len(ids), 32)]
+        assert found["rows"] == [row for row in rows if len(row) >= 8]
         assert Bundle.open(out).manifest.quantization.calibration_sha256 == found["sha256"]
     assert str(tmp_path) not in (out / "reports/calibration.json").read_text()
 
 
-def test_a_line_separator_inside_a_text_does_not_end_the_line(checkpoint: Path, tmp_path: Path) -> None:
-    """JSON's strings may hold U+2028 and U+0085 as they are; Python takes them for ends of lines. A byte order mark is
-    no text."""
-    text = "one\u2028two\x85three\x0cfour " * 20
-    data = tmp_path / "lines.jsonl"
-    data.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n", encoding="utf-8-sig", newline="")
-    export(checkpoint, tmp_path / "out", "fp16", calib_data=data, calib_size=2, calib_seq_len=17)
-    ids = [3 + byte for byte in text.encode()]
-    assert calibration(tmp_path / "out")["tokens"] == [[models.BOS, *ids[:16]], [models.BOS, *ids[16:32]]]
+def test_data_is_read_once_and_before_the_weights(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibration takes what was drawn then, and says what it is."""
+    from adx.calibration import sources
+    from adx.export import checkpoint_load
+
+    events: list[str] = []
+    read, load_model = sources.read_samples, checkpoint_load.load_model
+    monkeypatch.setattr(sources, "read_samples", lambda *args, **keys: events.append("read") or read(*args, **keys))
+    monkeypatch.setattr(
+        checkpoint_load, "load_model", lambda *args, **keys: events.append("load") or load_model(*args, **keys)
+    )
+    data = write_jsonl(tmp_path / "lines.jsonl", [TEXT[:70], "", TEXT[400:460]])
+    stages: list[str] = []
+    options = {"calib_data": data, "calib_size": 2}
+    export_bundle(request(checkpoint, tmp_path / "out", "fp16", **options), lambda stage, _: stages.append(stage))
+    assert events == ["read", "load"]
+    assert calibration(tmp_path / "out")["skipped"] == {"empty": 1}
+    assert "calibration: 2 samples (132 tokens) from lines.jsonl; skipped 1: 1 empty" in stages
 
 
-def test_a_window_holds_some_of_the_text(checkpoint: Path, tmp_path: Path) -> None:
-    """A window of one token would be the beginning-of-text token alone."""
+def test_the_seed_says_which_windows_are_drawn(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    with pytest.raises(UsageError, match="2 or more"):
-        export(checkpoint, tmp_path / "out", "fp16", calib_data=tmp_path / "text.txt", calib_seq_len=1)
+    options = {"calib_data": tmp_path / "text.txt", "calib_size": 3, "calib_seq_len": 16}
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        export(checkpoint, tmp_path / name, "fp16", seed=seed, **options)
+    first = calibration(tmp_path / "first")
+    assert calibration(tmp_path / "again") == first
+    assert calibration(tmp_path / "other")["sha256"] != first["sha256"]
+    assert [len(row) for row in first["rows"]] == [16] * 3
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["by the model", "by the user"])
-def test_a_window_is_no_longer_than_a_sequence(checkpoint: Path, tmp_path: Path, written: bool) -> None:
-    """What was asked for is refused with the limit, and not cut."""
+def test_the_samples_of_a_bundle_repeat_its_run(checkpoint: Path, tmp_path: Path, written: bool) -> None:
+    """Given as data to an export with another seed: the same samples, the same bytes."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    options: dict[str, Any] = {} if written else {"calib_data": tmp_path / "text.txt"}
+    export(checkpoint, tmp_path / "first", calib_size=4, calib_seq_len=20, **options)
+    export(checkpoint, tmp_path / "again", calib_data=tmp_path / "first/reports/calibration.json", seed=5)
+    assert calibration(tmp_path / "again") == calibration(tmp_path / "first")
+    assert engine_bytes(tmp_path / "again") == engine_bytes(tmp_path / "first")
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["by the model", "by the user"])
+@pytest.mark.parametrize("length", [1, 41])
+def test_a_sample_fits_a_sequence_and_holds_some_of_the_text(
+    checkpoint: Path, tmp_path: Path, written: bool, length: int
+) -> None:
+    """What was asked for is refused with the limit, and not cut; one token would be the beginning of a text alone."""
     data = tmp_path / "text.txt"
     data.write_text(TEXT, encoding="utf-8")
-    options = {"calib_seq_len": 41, "max_seq_len": 40, "calib_data": None if written else data}
-    with pytest.raises(UsageError, match=r"--calib-seq-len 41.* 40 tokens"):
+    options = {"calib_seq_len": length, "max_seq_len": 40, "calib_data": None if written else data}
+    with pytest.raises(UsageError, match=rf"--calib-seq-len {length}: .* 2 or more .* 40 tokens"):
         export(checkpoint, tmp_path / "out", "fp16", **options)
 
 
 def test_what_data_gives_without_being_asked(checkpoint: Path, tmp_path: Path) -> None:
-    """Windows of 128 tokens, 32 at most; no longer than the cache, and as many as the text has."""
+    """Windows of 128 tokens, 128 at most; no longer than the cache, and as many as the text has."""
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
+    count = 1 + len(TEXT)  # tokens
     export(checkpoint, tmp_path / "out", "fp16", calib_data=text)
-    assert np.array(calibration(tmp_path / "out")["tokens"]).shape == (len(TEXT) // 127, 128)
+    lengths = [len(row) for row in calibration(tmp_path / "out")["rows"]]
+    assert lengths == [128] * (count // 128) + [count % 128]
+    text.write_text(TEXT * 2, encoding="utf-8")
     export(checkpoint, tmp_path / "short", "fp16", calib_data=text, max_seq_len=40)
-    assert np.array(calibration(tmp_path / "short")["tokens"]).shape == (32, 40)
+    lengths = [len(row) for row in calibration(tmp_path / "short")["rows"]]
+    assert len(lengths) == 128
+    assert set(lengths) <= {40, (1 + 2 * len(TEXT)) % 40}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("empty.txt", "", "its text makes 0 tokens"),
-        ("short.txt", "a" * 50, "its text makes 50 tokens, and one sample takes 127"),
-        ("bad.jsonl", '{"text": "a"}\nnot json\n', "line 2: not JSON"),
-        ("key.jsonl", '{"text": "a"}\n\n{"prompt": "a"}\n', 'line 3: an object with a string under "text"'),
-        ("number.jsonl", '{"text": 5}\n', 'line 1: an object with a string under "text"'),
-        ("list.jsonl", '["text"]\n', "line 1"),
-        ("half.jsonl", '{"text": "\\ud800 alone"}\n', "line 1: half of a surrogate pair"),
-        ("deep.jsonl", "[" * 100_000 + "\n", "line 1: not JSON"),
-        ("text.csv", "a,b\n", r"files that end in \.txt or \.jsonl"),
-        ("text", "a", r"files that end in \.txt or \.jsonl"),
+        ("empty.txt", "", "is empty"),
+        ("short.txt", "a" * 6, r"skipped 1: 1 too short \(first: short.txt\)"),
+        ("bad.jsonl", '{"text": "a"}\nnot json\n', r"1 not JSON \(first: bad.jsonl, line 2\), 1 too short"),
+        ("text.csv", "a,b\n", r"accepted are \.txt and \.md"),
+        ("text", "a", r"accepted are \.txt and \.md"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(
-    checkpoint: Path, tmp_path: Path, name: str, content: str, words: str
+    checkpoint: Path, tmp_path: Path, no_work: None, name: str, content: str, words: str
 ) -> None:
-    """With the file, the line, and what is expected; nothing is left behind."""
+    """With the file, the line, and what is expected, before any weight is loaded; nothing is left behind."""
     data = tmp_path / name
     data.write_text(content, encoding="utf-8")
     with pytest.raises(UsageError, match=words) as caught:
@@ -378,14 +379,14 @@ def test_data_that_cannot_be_used_is_refused(
 
 def test_data_that_is_no_text_or_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
-    for name, words in (("latin.txt", "cannot be read as UTF-8 text"), ("absent.txt", "is no file")):
+    for name, words in (("latin.txt", "1 not UTF-8"), ("absent.txt", "is not there")):
         with pytest.raises(UsageError, match=rf"{name}.*{words}"):
             export(checkpoint, tmp_path / "out", calib_data=tmp_path / name)
 
 
 def test_data_needs_a_tokenizer(outlier: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"no tokenizer\.json to read it with; leave the option out"):
+    with pytest.raises(UsageError, match=r"no tokenizer\.json to read it with; leave --calib-data out"):
         export(outlier, tmp_path / "out", calib_data=tmp_path / "text.txt")
 
 
@@ -407,16 +408,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bf16", {}, "bf16 on tensorrt-rtx: it is built in --fp16 or --int8"),
     ("int4", {}, "int4 on tensorrt-rtx: it is built in --fp16 or --int8"),
     ("fp32", {"targets": ("tensorrt",)}, "fp32 on tensorrt: it is built in"),
-    ("int8", {"targets": ("ort-cuda",), "build": True}, "int8 on ort-cuda: it is built in --fp16"),
-    ("int8", {"targets": (RTX, "ort-cuda")}, "int8 on ort-cuda"),
+    ("fp32", {"targets": ("ort-cuda",), "build": True}, "fp32 on ort-cuda: it is built in"),
+    ("int8", {"targets": (RTX, "ort-cuda")}, "int8 on tensorrt-rtx and ort-cuda in one bundle: .* export two bundles"),
     ("int8", {"targets": ("ort-cpu", RTX)}, "export two bundles"),
     ("fp16", {"targets": ("ort-cpu",), "build": True}, "fp16 on ort-cpu"),
     ("int8", {"group_size": 32}, "one scale per channel"),
     ("fp16", {"weights_only": True}, "--weights-only applies to --int8 on TensorRT"),
     ("int8", {"targets": ("ort-cpu",), "build": True, "weights_only": True}, "--weights-only applies"),
-    ("int8", {"targets": ("ort-cpu",), "build": True, "calib_method": "percentile"}, "--calib-method applies"),
-    ("int8", {"weights_only": True, "calib_method": "percentile"}, "leaves in float16"),
-    ("fp32", {"targets": ("ort-cpu",), "build": True, "calib_size": 3}, "no effect on fp32"),
+    (
+        "int8",
+        {"targets": ("ort-cpu",), "build": True, "calib_method": "percentile"},
+        "only --int8 on TensorRT targets has",
+    ),
+    ("int8", {"weights_only": True, "calib_method": "percentile"}, "not with --weights-only"),
+    ("fp32", {"targets": ("ort-cpu",), "build": True, "calib_size": 3}, "no effect: fp32"),
     ("int8", {"targets": ("ort-cpu",), "build": False}, "TensorRT targets only"),
     ("fp16", {"targets": ("ort-cuda",), "build": True, "plans": PlanRequest(sms=("sm89",))}, "--sm"),
     ("fp16", {"plans": PlanRequest(sms=("sm89",))}, "--no-build"),

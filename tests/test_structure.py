@@ -25,6 +25,7 @@ HEAVY = {
     "onnxruntime",
     "onnxscript",
     "polygraphy",
+    "pyarrow",
     "safetensors",
     "tensorrt",
     "tokenizers",

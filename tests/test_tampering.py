@@ -44,9 +44,9 @@ def negate(bundle: Path, name: str) -> None:
 
     tensors = onnx.load(bundle / GRAPH_FILE, load_external_data=False).graph.initializer
     (tensor,) = (t for t in tensors if t.name == name)
-    assert tensor.data_type == onnx.TensorProto.FLOAT
+    kind = {onnx.TensorProto.FLOAT: np.float32, onnx.TensorProto.FLOAT16: np.float16}[tensor.data_type]
     place = {item.key: item.value for item in tensor.external_data}
-    data = np.memmap(bundle / WEIGHTS_FILE, np.float32, "r+", int(place["offset"]), tuple(tensor.dims))
+    data = np.memmap(bundle / WEIGHTS_FILE, kind, "r+", int(place["offset"]), tuple(tensor.dims))
     assert data.any()
     data[:] = -data
     data.flush()

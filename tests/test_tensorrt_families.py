@@ -17,7 +17,7 @@ from adx.calibration.smoothing import by_activations
 from adx.engines import tensorrt
 from adx.engines.compiled import CompiledEngine
 from adx.engines.plan_record import PlanRecord, from_json, record_path
-from adx.engines.static_graphs import input_divisors
+from adx.engines.static_graphs import plan_layers
 from adx.engines.tensorrt import GraphSource, PlanRequest
 from adx.export.manifest import Limits
 
@@ -37,7 +37,9 @@ def graphs(source: Traced, folder: Path, precision: str) -> CompiledEngine:
     if precision == "fp16":
         return lowered(source, folder, ranges=ranges)
     choose = by_activations({name: found.inputs for name, found in ranges.items()}, 0.6)
-    inputs = quantize_inputs(source.model, rows, ranges, input_divisors(source.semantic, choose))
+    layers, _ = plan_layers(source.semantic, choose)
+    divisors = {name: layer.input_scale for name, layer in layers.items() if layer.input_scale is not None}
+    inputs = quantize_inputs(source.model, rows, ranges, divisors)
     return lowered(source, folder, "int8", ranges=ranges, inputs=inputs, choose=choose)
 
 

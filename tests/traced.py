@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import tempfile
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from adx.engines import ort_cpu
 from adx.export.checkpoint import resolve
 from adx.export.checkpoint_load import load_model
 from adx.export.checkpoint_spec import model_spec
-from adx.export.spec import ModelSpec, Precision
+from adx.export.spec import KVCacheSpec, ModelSpec, Precision
 from adx.export.trace import SemanticGraph, trace
 from adx.runtime.ort_session import OrtSession
 from adx.runtime.session import Session
@@ -67,6 +68,32 @@ def trace_folder(checkpoint: Path, scratch: Path, max_seq_len: int | None = None
     model = load_model(resolved)
     spec = model_spec(resolved, model.config, max_seq_len)
     return Traced(checkpoint, scratch, model, spec, trace(model, spec.kv_cache))
+
+
+def trace_once(model: Any, kv_cache: KVCacheSpec) -> SemanticGraph:
+    """In place of `trace.trace`: models with the same weights share a graph, which exports read and do not change."""
+    weights = hashlib.sha256()
+    for _, parameter in sorted(model.state_dict().items()):
+        weights.update(parameter.numpy().tobytes())
+    return _traced_once(_Model(model, weights.hexdigest()), kv_cache)
+
+
+class _Model:
+    """A model that is equal to another with the same weights."""
+
+    def __init__(self, model: Any, digest: str) -> None:
+        self.model, self.digest = model, digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Model) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@functools.cache
+def _traced_once(model: _Model, kv_cache: KVCacheSpec) -> SemanticGraph:
+    return trace(model.model, kv_cache)
 
 
 @functools.cache
