@@ -9,7 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adx.calibration.documents import EMPTY, NOT_JSON, NOT_UTF8, PIECE, Document, Skipped, Text, document_of, pieces_of
+from adx.calibration.documents import (
+    EMPTY,
+    NOT_JSON,
+    NOT_UTF8,
+    PIECE,
+    WRONG_TYPE,
+    Document,
+    Skipped,
+    Text,
+    document_of,
+    pieces_of,
+)
 from adx.export.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,13 +63,20 @@ def check_data(path: Path) -> None:
     Raises:
         UsageError: it is not there, of no known type, empty, not readable, or needs a package that is missing.
     """
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise UsageError(f"calibration data {path} cannot be read: {error}") from error
+    if not there:
         raise UsageError(f"calibration data {path} is not there: give a file or a folder")
     found = list(_files(path))
     files = [file for file in found if isinstance(file, Path)]
     if not files:
         named = [Path(item.where).name for item in found if isinstance(item, Skipped)]
-        others = f" (it holds {', '.join(named[:5])}{' and more' if len(named) > 5 else ''})" if path.is_dir() else ""
+        others = ""
+        if path.is_dir():
+            more = " and more" if len(named) > 5 else ""
+            others = f" (it holds {', '.join(named[:5])}{more})" if named else " (the folder is empty)"
         raise UsageError(f"calibration data {path}: nothing to read{others}; accepted are {ACCEPTED}")
     try:
         for file in files:
@@ -189,6 +207,9 @@ def _parquet(path: Path, name: Path) -> Iterator[Document]:
                     except UnicodeDecodeError:
                         yield Skipped(where, NOT_UTF8)
                         continue
+                    except (ValueError, OverflowError):  # what Python has no value for, as a time in nanoseconds
+                        yield Skipped(where, WRONG_TYPE)
+                        continue
                     yield document_of(value, where)
     except pyarrow.ArrowException as error:
         raise UsageError(f"calibration data {path} cannot be read after row {number}: {error}") from error
@@ -210,6 +231,9 @@ def _open_parquet(path: Path) -> ParquetFile:
     except pyarrow.ArrowException as error:
         raise UsageError(f"calibration data {path} is not Parquet, or is damaged: {error}") from error
     names = table.schema_arrow.names
+    if any(names.count(name) > 1 for name in ("text", "messages")):
+        table.close()
+        raise UsageError(f"calibration data {path}: it has two columns of one name: {', '.join(names)}")
     if not {"text", "messages"} & set(names):
         table.close()
         raise UsageError(

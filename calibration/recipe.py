@@ -18,6 +18,7 @@ INT4_GROUP, INT4_FINER = 64, 32
 INT8_GROUPS = {"head": 32, "other": 64}
 # Inputs that 8 bits with one static scale would disturb more than this (see `InputQuantization.noise`) stay float.
 INPUT_NOISE = 1e-3
+SMALLEST_SCALE = 2.0**-24  # of an input: float16's smallest number
 
 
 Level = Literal["finer", "int8", "weights", "float"]
@@ -157,6 +158,8 @@ def make_channel_recipe(
             layers[name] = LayerRecipe(ChannelScheme())
         elif found is None:
             layers[name] = LayerRecipe(ChannelScheme(), "its input stays float: no calibration sample reached it")
+        elif found.scale < SMALLEST_SCALE:
+            layers[name] = LayerRecipe(ChannelScheme(), "its input stays float: it is zero on every sample, or nearly")
         elif linears[name].role == "head" and not uniform:
             # Noise in the head's input is noise in the logits, with no layer after it to average over.
             layers[name] = LayerRecipe(ChannelScheme(), "its input stays float: it makes the logits")

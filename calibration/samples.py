@@ -130,6 +130,9 @@ class CalibrationSamples:
                 None if value[key] is None else int(value[key]) for key in ("seed", "asked", "length")
             )
             temperatures = tuple(float(each) for each in value["temperatures"])
+            counts = (0, *skipped.values(), seed or 0, asked or 0, length or 0)
+            if not np.isfinite(temperatures).all() or min(counts) < 0:
+                raise ValueError("a number is negative, or none")
             samples = cls(str(value["source"]), seed, rows, skipped, asked, length, temperatures)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise UsageError(f"saved calibration samples are damaged: {type(error).__name__}: {error}") from error

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
 from operator import length_hint
@@ -36,7 +35,6 @@ SAVE_EVERY_S = 20.0
 _LEAST_SHARE = 10  # a state is not saved before this many times as long as its last saving took
 _HEADER, _PREFIX = "adx", "array/"
 _ROWS, _FINISHED = "rows", "finished"
-_OWN_FILE = re.compile(r"[0-9a-f]{64}\.npz|\.[0-9a-f]{64}\.[0-9]+\.tmp")
 
 
 class Observer(Protocol):
@@ -77,13 +75,18 @@ class StatisticsStore:
     Attributes:
         folder: made at the first write.
         note: told in one sentence of each file that cannot be read or written.
+        used: told in a few words of what is taken from a file.
+        keys: what was asked for or saved.
     """
 
     folder: Path | None = None
     note: Callable[[str], None] = _warn
+    used: Callable[[str], None] = lambda text: None
+    keys: set[str] = field(default_factory=set)
 
     def load(self, key: str) -> dict[str, NDArray[Any]] | None:
         """What was saved under a key, or None: never saved, damaged, or not of this format."""
+        self.keys.add(key)
         if self.folder is None or not os.path.lexists(self._file(self.folder, key)):
             return None
         path = self._file(self.folder, key)
@@ -97,6 +100,7 @@ class StatisticsStore:
 
     def save(self, key: str, arrays: Arrays) -> bool:
         """Keep arrays under a key of hexadecimal digits, in place of what was there; whether that worked."""
+        self.keys.add(key)
         if self.folder is None:
             return False
         path = self._file(self.folder, key)
@@ -110,12 +114,12 @@ class StatisticsStore:
         return True
 
     def clear(self) -> None:
-        """Remove what was saved, and the folder if nothing else is in it."""
-        if self.folder is None or not self.folder.is_dir():
+        """Remove the files that were saved or used, as far as that works, and the folder if nothing else is in it."""
+        if self.folder is None:
             return
-        for path in self.folder.iterdir():
-            if _OWN_FILE.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        for key in self.keys:
+            with suppress(OSError):
+                self._file(self.folder, key).unlink()
         with suppress(OSError):
             self.folder.rmdir()
 
@@ -181,6 +185,7 @@ class _Run:
             self.store.note(f"statistics {self.key} are of another form ({error!r}): they are computed again")
             return False
         self.done = self.saved = done
+        self.store.used("taken from an earlier run" if finished else f"going on after {done} rows of an earlier run")
         return finished
 
     def over(self, model: PreTrainedModel, rows: Iterable[Tokens], progress: Progress, chunk: int | None) -> None:

@@ -62,7 +62,7 @@ class BudgetSearch:
         steps: every unit's levels, in the order in which they were to be taken.
         sensitivities: KL divergence, in nats, that each unit's layers caused alone.
         kept: how many of the steps the result has.
-        trials: candidates, in order.
+        trials: candidates, in order; the first is the recipe as it is, by its parity.
         seconds: in all.
     """
 
@@ -107,7 +107,8 @@ class Outcome:
 def build_within(source: Source, builder: Builder, proof: Proof) -> Outcome:
     """Build as the recipe says; where that misses its bound, keep more precise what costs the most.
 
-    Nothing is searched in float precisions, with `uniform`, or where a parity failure is allowed.
+    Nothing is searched in float precisions, with `uniform`, or where a parity failure is allowed; nor where what is
+    missed is no matter of precision, as a float16 overflow.
 
     Args:
         builder: makes the engines.
@@ -117,7 +118,7 @@ def build_within(source: Source, builder: Builder, proof: Proof) -> Outcome:
     built = builder.build({})
     figures = proof.parity(built)
     searches = request.algorithm is not None and not request.uniform and not request.allow_parity_failure
-    if figures.passed or not searches or not math.isfinite(figures.kl_mean):
+    if not searches or not _lacks_quality(figures) or not math.isfinite(figures.kl_mean):
         return Outcome(built, figures, None)
     return _Search(source, builder, proof, figures).run()
 
@@ -130,7 +131,7 @@ class _Search:
         self.bound = _tightened(first.bound)
         self.steps: tuple[Step, ...] = ()
         self.costs: dict[tuple[str, ...], float] = {}
-        self.trials: list[Trial] = []
+        self.trials = [Trial(0, first.kl_mean, first.top1, first.perplexity_ratio, False, round(first.seconds, 1))]
         self.started = time.perf_counter()
 
     def run(self) -> Outcome:
@@ -142,12 +143,16 @@ class _Search:
 
     def _settle(self, kept: int) -> Outcome:
         """Build what was found; where parity still misses a bound, a few more steps."""
-        for _ in range(_MOST_RETRIES):
+        more = max(1, round(MORE_STEPS * len(self.steps)))
+        for attempt in range(_MOST_RETRIES):
+            kept = min(len(self.steps), kept + (more if attempt else 0))
             built = self.builder.build(self._raised(kept))
             figures = self.proof.parity(built)
-            if figures.passed or kept >= len(self.steps):
+            if kept == len(self.steps) or not _lacks_quality(figures):
                 break
-            kept = min(len(self.steps), kept + max(1, round(MORE_STEPS * len(self.steps))))
+        if kept == len(self.steps) and not figures.passed:
+            beyond = "every layer is as precise as this target has it: the budget is below what it reaches"
+            figures = replace(figures, misses=(*figures.misses, beyond))
         seconds = time.perf_counter() - self.started
         search = BudgetSearch(self.first.bound, self.steps, self.costs, kept, tuple(self.trials), seconds)
         return Outcome(built, figures, search)
@@ -208,9 +213,16 @@ class _Figures:
         return math.inf if self.found.perplexity_ratio is None else self.found.perplexity_ratio
 
 
+def _lacks_quality(figures: ParityFigures) -> bool:
+    """Is a bound missed that more precise layers would help to keep?"""
+    return bool(check(figures, replace(figures.bound, atol=None, rtol=None, greedy=False)))
+
+
 def _reason(step: Step, cost: float) -> str:
     added = step.unit.sizes[step.rank + 1] - step.unit.sizes[0]
-    return f"{_KEPT[step.level]}: else it alone costs a KL divergence of {cost:.2g}; that takes {added:,} bytes more"
+    others = len(step.unit.layers) - 1
+    which = "it alone costs" if not others else f"it and the {others} on the same input alone cost"
+    return f"{_KEPT[step.level]}: else {which} a KL divergence of {cost:.2g}; that takes {added:,} bytes more"
 
 
 def _tightened(bound: Bound) -> Bound:

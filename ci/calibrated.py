@@ -44,7 +44,11 @@ class Calibration:
         own = source.request.out.with_name(f"{source.request.out.name}.calibration")
         self._own: Path | None = own if source.request.calib_cache is None else None
         folder = source.request.calib_cache or own
-        self._store = StatisticsStore(folder, note=lambda text: source.report(text, None))
+        self._store = StatisticsStore(
+            folder,
+            note=lambda text: source.report(text, None),
+            used=lambda text: source.report(f"statistics of the samples: {text}", None),
+        )
 
     def samples(self) -> CalibrationSamples:
         """The samples, drawn once."""
@@ -89,8 +93,12 @@ class Calibration:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let go of what was kept for a second try, unless the export was interrupted."""
-        if self._own is not None and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
+        if self._own is None:
+            return
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
             self._store.clear()
+        elif self._own.is_dir():
+            self._source.report(f"what was measured is kept in {self._own}: the same command goes on from there", None)
 
     def observe_hessians(self, names: Collection[str], kept: bool) -> Mapping[str, Floats]:
         """One pass over the samples for the second moments of some layers' inputs; `kept`: also for a second try."""

@@ -80,7 +80,7 @@ def calibration_samples(source: Source) -> CalibrationSamples:
 def _save(samples: CalibrationSamples, folder: Path) -> None:
     path = folder / FILE
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(samples.to_dict()) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(samples.to_dict(), allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _written_by_model(source: Source) -> CalibrationSamples:
@@ -99,7 +99,8 @@ def _from_data(request: ExportRequest, spec: ModelSpec, folder: Path, config: Pr
 
     assert request.calib_data is not None
     bos = config.get_text_config().bos_token_id
-    reader = Reader(folder, bos if isinstance(bos, int) else None, spec.vocab_size, spec.kv_cache.capacity)
+    begins = isinstance(bos, int) and 0 <= bos < spec.vocab_size
+    reader = Reader(folder, bos if begins else None, spec.vocab_size, spec.kv_cache.capacity)
     return read_samples(
         request.calib_data, reader, seed=request.seed, rows=request.calib_size, length=request.calib_seq_len
     )

@@ -199,7 +199,7 @@ SECTIONS: Sections = {
             type=click.FloatRange(min=0, min_open=True),
             callback=finite,
             metavar="X",
-            help="The same for the mean KL divergence from PyTorch float32, in nats.",
+            help="The same for the mean KL divergence from PyTorch float32, in nats, as 0.05.",
         ),
         click.Option(
             ["--uniform"],

@@ -131,6 +131,26 @@ def test_bad_rows_of_parquet_are_skipped(tmp_path: Path) -> None:
     assert found(none) == [(documents.EMPTY,)]
 
 
+def test_values_that_python_has_none_for_are_skipped(tmp_path: Path) -> None:
+    """A time beyond the year 9999 beside a text: that row is skipped, not the file."""
+    import pyarrow
+
+    kind = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("at", pyarrow.timestamp("us"))])
+    talks = [[{"role": "user", "content": "a", "at": at}] for at in (0, 2**62)]
+    data = parquet(tmp_path / "a.parquet", {"messages": pyarrow.array(talks, pyarrow.list_(kind))})
+    kinds = [type(each) for each in read_documents(data)]
+    assert kinds == [documents.Conversation, documents.Skipped]
+
+
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match="two columns of one name"):
+        check_data(tmp_path / "a.parquet")
+
+
 def test_parquet_without_such_a_column_says_what_it_has(tmp_path: Path) -> None:
     data = parquet(tmp_path / "a.parquet", {"prompt": ["a"], "answer": ["b"]})
     for read in (check_data, found):

@@ -732,3 +732,20 @@ def test_256_samples_take_no_more_memory_than_16(method: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     few, many = map(int, done.stdout.split())
     assert many <= 1.15 * few
+
+
+def test_clearing_a_store_leaves_what_is_not_its_own(tmp_path: Path) -> None:
+    """Another file of the same form, and a folder where a file of the store should be, stay and are no error."""
+    folder = tmp_path / "statistics"
+    folder.mkdir()
+    (folder / f"{'b' * 64}.npz").write_bytes(b"someone else's")
+    store = StatisticsStore(folder)
+    assert store.save("a" * 64, {"x": np.zeros(1)})
+    assert store.load("c" * 64) is None
+    (folder / f"{'c' * 64}.npz").mkdir()
+    store.clear()
+    assert sorted(path.name[0] for path in folder.iterdir()) == ["b", "c"]
+    own = StatisticsStore(tmp_path / "own")
+    assert own.save("a" * 64, {"x": np.zeros(1)})
+    own.clear()
+    assert not (tmp_path / "own").exists()
