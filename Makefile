@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ADX := $(BIN)/adx
 DEMO := demo/smollm2-int8
-QUESTION := What is the capital of France?
+QUESTION := What is the name of the capital of France?
 
 # An environment is made again only when what it is made from has changed.
 INPUTS := $(shell $(PYTHON) -V 2>&1 | cat - pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)

