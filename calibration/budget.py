@@ -113,10 +113,7 @@ def fewest(count: int, passes: Callable[[int], bool], guess: int) -> int | None:
         else:
             below = at
             at = min(count, below + width) if above is None else (above + below) // 2
-            at = min(at, above - 1) if above is not None else at
         width *= 2
-        if above is not None and above - below <= 1:
-            break
     return above
 
 

